@@ -1,0 +1,1 @@
+"""Names every layer uses: errors and identities."""

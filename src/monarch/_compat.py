@@ -1,0 +1,138 @@
+"""Private module paths of the package whose public API this one keeps, for scripts that import from them.
+
+One table, served by an import hook: nothing of it exists before somebody imports such a path, and nothing here shapes
+the rest of the tree. Rules of this file: a path gives only names that the public API or its types have; a missing name
+is an ImportError that says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any, cast
+
+_ACTOR = "monarch.actor"
+_SHAPE = "monarch._mesh.shape"
+
+TABLE: dict[str, dict[str, str]] = {
+    "monarch._src.actor.actor_mesh": {
+        _ACTOR: "Accumulator Actor ActorError ActorMesh Channel Context Instance Point Port PortReceiver ValueMesh as_endpoint context "
+        "current_actor_name current_rank current_size send shutdown_context attach enable_transport",
+        "monarch.actor.debugger": "DebugContext",
+        "monarch.actor.settings": "IN_PAR",
+        "monarch.actor.ports": "RankedPortReceiver",
+    },
+    "monarch._src.actor.host_mesh": {_ACTOR: "HostMesh default_bootstrap_cmd this_host this_proc"},
+    "monarch._src.actor.proc_mesh": {
+        _ACTOR: "ProcMesh get_or_spawn_controller",
+        "monarch.actor.proc_mesh": "get_active_proc_meshes register_proc_mesh_spawn_callback unregister_proc_mesh_spawn_callback",
+        "monarch.actor.setup": "SetupActor",
+        "monarch.actor.controllers": "_get_controller_controller",
+    },
+    "monarch._src.actor.endpoint": {
+        _ACTOR: "Endpoint endpoint",
+        "monarch.actor.endpoint": "EndpointProperty NotAnEndpoint Propagator",
+        "monarch._mesh.selection": "Selection",
+        _SHAPE: "Extent",
+    },
+    "monarch._src.actor.future": {_ACTOR: "Future"},
+    "monarch._src.actor.bootstrap": {_ACTOR: "attach_to_workers run_worker_loop_forever"},
+    "monarch._src.actor.bootstrap_main": {"monarch.actor.bootstrap": "invoke_main"},
+    "monarch._src.actor.mock": {
+        "monarch.actor.mock": "_actor_registry get_actor_class get_actor_mock_registry_state patch_actor set_actor_mock_registry_state"
+    },
+    "monarch._src.actor.shape": {
+        _SHAPE: "Extent NDSlice Shape Slice iter_ranks",
+        "monarch._mesh.mesh": "MeshTrait ShapeExt",
+    },
+    "monarch._src.actor.debugger.breakpoint": {"monarch.actor.debugger": "remote_breakpointhook"},
+    "monarch._src.actor.debugger.debug_command": {
+        "monarch.actor.debug_command": "Attach Cast Continue DebugCommand Help ListCommand Quit RanksType"
+    },
+    "monarch._src.actor.debugger.debug_controller": {"monarch.actor.debug_service": "DebugController debug_controller"},
+    "monarch._src.actor.debugger.debug_io": {"monarch.actor.debug_io": "DebugCliIO DebugIO DebugIOError DebugStdIO"},
+    "monarch._src.actor.debugger.debug_session": {"monarch.actor.debug_session": "DebugSession DebugSessionInfo DebugSessions"},
+    "monarch._src.actor.debugger.pdb_wrapper": {
+        "monarch.actor.debug_session": "DebuggerWrite",
+        "monarch.actor.remote_pdb": "PdbWrapper",
+    },
+    "monarch._src.actor.source_loader": {"monarch.actor.source_loader": "RemoteImportLoader SourceLoaderController"},
+    "monarch.tools.debug_env": {
+        "monarch.actor.debug_server": "_MONARCH_DEBUG_SERVER_HOST_ENV_VAR _MONARCH_DEBUG_SERVER_PORT_ENV_VAR "
+        "_MONARCH_DEBUG_SERVER_PROTOCOL_ENV_VAR"
+    },
+    "monarch._src.actor.supervision": {_ACTOR: "unhandled_fault_hook"},
+    "monarch._src.actor.config": {"monarch.actor.settings": "prefix_python_logs_with_actor"},
+    "monarch._src.actor.telemetry": {
+        _ACTOR: "get_meter span traced",
+        "monarch._base.meters": "METER Counter Histogram Meter MeterProvider UpDownCounter",
+    },
+    "monarch._rust_bindings.monarch_hyperactor.shape": {_SHAPE: "Extent Point Region Shape Slice"},
+    "monarch._rust_bindings.monarch_hyperactor.channel": {"monarch.config": "BindSpec ChannelTransport"},
+    "monarch._rust_bindings.monarch_hyperactor.config": {
+        "monarch.config": "Encoding clear_runtime_config configure get_global_config get_runtime_config reload_config_from_env "
+        "reset_config_to_defaults"
+    },
+    "monarch._rust_bindings.monarch_hyperactor.host_mesh": {_ACTOR: "BootstrapCommand"},
+    "monarch._rust_bindings.monarch_hyperactor.supervision": {_ACTOR: "MeshFailure SupervisionError"},
+    "monarch._rust_bindings.monarch_hyperactor.value_mesh": {_ACTOR: "ValueMesh"},
+    "monarch._rust_bindings.monarch_hyperactor.selection": {"monarch._mesh.selection": "Selection"},
+    "monarch._rust_bindings.monarch_hyperactor.proc": {_ACTOR: "ProcId Uid", "monarch._base.ids": "ActorAddr"},
+    "monarch._rust_bindings.monarch_hyperactor.mailbox": {"monarch.actor.behavior": "UndeliverableMessageEnvelope"},
+}
+"""Module path -> home of the names -> names."""
+
+_ROOTS = ("monarch._src", "monarch._rust_bindings", "monarch.tools")
+_PACKAGES = {path.rsplit(".", depth)[0] for path in TABLE for depth in (1, 2)} & {
+    *_ROOTS,
+    "monarch._src.actor",
+    "monarch._src.actor.debugger",
+    "monarch._rust_bindings.monarch_hyperactor",
+}
+
+
+# Neither class derives from importlib.abc: importing that costs 8 ms, and the import system does not ask for it.
+class _Finder:
+    """Finds the paths of the table."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not fullname.startswith(_ROOTS):
+            return None
+        if fullname in TABLE or fullname in _PACKAGES:
+            return ModuleSpec(fullname, cast(Any, _Loader(fullname)), is_package=fullname in _PACKAGES)
+        return None
+
+
+class _Loader:
+    """Makes a module whose attributes are looked up in their homes."""
+
+    def __init__(self, fullname: str) -> None:
+        self._fullname = fullname
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """The ordinary kind of module will do."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        homes = {name: home for home, names in TABLE.get(self._fullname, {}).items() for name in names.split()}
+
+        def look_up(name: str) -> Any:
+            home = homes.get(name)
+            if home is None:
+                raise AttributeError(f"{self._fullname} has no {name!r} here; known are {', '.join(sorted(homes)) or '(none)'}")
+            return getattr(import_module(home), name)
+
+        module.__dict__.update(__getattr__=look_up, __all__=sorted(homes))
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m` runs: only the bootstrap is a program."""
+        program = "from monarch.actor.bootstrap import invoke_main\ninvoke_main()\n" if fullname.endswith(".bootstrap_main") else ""
+        return compile(program, fullname, "exec")
+
+
+def install() -> None:
+    """Serve the table from now on; harmless twice."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(cast(Any, _Finder()))

@@ -1,0 +1,1 @@
+"""Geometry of meshes: pure, no I/O."""

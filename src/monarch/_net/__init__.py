@@ -1,0 +1,1 @@
+"""Links between processes: sockets, shared memory, routes."""

@@ -1,0 +1,1 @@
+"""Processes, actors' lives, mailboxes, host agents."""

@@ -1,0 +1,120 @@
+"""Worker loops on this host: several clients' meshes over the same loops."""
+
+import os
+
+import pytest
+
+from monarch.actor import Actor, attach_to_workers, endpoint, start_worker_loop_forever
+
+TRUST = "trust_all_connections"
+
+
+class Worker(Actor):
+    @endpoint
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def loops(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("w", numbered=True)
+    link = f"/tmp/mw-{os.getpid()}"  # socket paths are short
+    os.symlink(folder, link)
+    addresses = [f"ipc://{link}/w{index}" for index in range(2)]
+    ended = [start_worker_loop_forever(ca=TRUST, address=address) for address in addresses]
+    yield addresses, ended
+    for future, address in zip(ended, addresses, strict=True):
+        if not future._done:
+            attach_to_workers(ca=TRUST, workers=[address]).shutdown().get(timeout=20)
+        future.get(timeout=20)
+    os.unlink(link)
+
+
+def pids(procs):
+    return procs.spawn("worker", Worker).pid.call().get(timeout=20).values()
+
+
+def alive(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_stopping_one_attached_mesh_leaves_the_other_and_the_hosts(loops):
+    addresses, ended = loops
+    mine = attach_to_workers(ca=TRUST, workers=addresses)
+    yours = attach_to_workers(ca=TRUST, workers=addresses)
+    my_pids = pids(mine.spawn_procs({"procs": 2}))
+    your_procs = yours.spawn_procs({"procs": 2})
+    your_workers = your_procs.spawn("worker", Worker)
+    your_pids = your_workers.pid.call().get(timeout=20).values()
+    assert len({*my_pids, *your_pids}) == 8
+
+    mine.stop().get(timeout=20)
+
+    assert not any(map(alive, my_pids))
+    assert your_workers.pid.call().get(timeout=20).values() == your_pids
+    third = attach_to_workers(ca=TRUST, workers=addresses)
+    assert len(pids(third.spawn_procs({"procs": 1}))) == 2
+    third.shutdown().get(timeout=20)
+    assert [future.get(timeout=20) for future in ended] == [None, None]
+    with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+        third.spawn_procs()
+
+
+def test_ranks_follow_the_order_of_the_addresses(loops):
+    addresses, _ = loops
+    hosts = attach_to_workers(ca=TRUST, workers=addresses)
+    assert hosts.initialized.get(timeout=20) is True
+    procs = hosts.spawn_procs({"gpus": 2})
+    assert procs.sizes == {"hosts": 2, "gpus": 2}
+    assert [ref.host for ref in procs._refs] == [addresses[0], addresses[0], addresses[1], addresses[1]]
+    only = hosts.slice(hosts=1).spawn_procs({"gpus": 1})
+    assert [ref.host for ref in only._refs] == [addresses[1]]
+    assert len(pids(only)) == 1
+
+
+def test_a_loop_that_never_comes_is_named(monkeypatch):
+    from monarch.config import configured
+
+    with configured(mesh_attach_config_timeout="1s"):
+        hosts = attach_to_workers(ca=TRUST, workers=["ipc:///tmp/nobody-is-here"])
+        with pytest.raises(RuntimeError, match=r"attach failed: config push failed.* on 1 host.*\n  next: .*\n    \| .*nobody-is-here"):
+            hosts.initialized.get(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "text"),
+    [
+        ("nonsense", ValueError, "invalid worker address"),
+        ("ipc://relative", ValueError, "absolute path"),
+        ("ipc://@abstract", NotImplementedError, "cannot serve at"),
+        ("quic://host:26600", NotImplementedError, "there is no transport"),
+    ],
+)
+def test_bad_addresses_are_refused(address, error, text):
+    with pytest.raises(error, match=text):
+        start_worker_loop_forever(ca=TRUST, address=address)
+    with pytest.raises(error, match=text):
+        attach_to_workers(ca=TRUST, workers=[address])
+
+
+@pytest.mark.parametrize(
+    ("address", "how", "text"),
+    [
+        ("tls://127.0.0.1:26600", {"ca": TRUST}, "needs a certificate"),
+        ("tls://127.0.0.1:26600", {"private_key": b"key"}, "TLS needs ca as well"),
+        ("tls://127.0.0.1:26600", {"ca": b"pem"}, "TLS needs private_key as well"),
+        ("tcp://127.0.0.1:26600", {}, "has no secret"),
+    ],
+)
+def test_whoever_says_neither_secret_nor_trust_is_refused(address, how, text):
+    with pytest.raises(ValueError, match=text):
+        start_worker_loop_forever(address=address, **how)
+    with pytest.raises(ValueError, match=text):
+        attach_to_workers(workers=[address], **how)
+
+
+def test_two_loops_at_one_address_are_refused(loops):
+    addresses, _ = loops
+    attach_to_workers(ca=TRUST, workers=addresses).initialized.get(timeout=20)
+    with pytest.raises(RuntimeError, match=r"serves at .* already"):
+        start_worker_loop_forever(ca=TRUST, address=addresses[0])
