@@ -300,7 +300,7 @@ def test_a_handshake_that_is_replayed_reordered_or_cut_gets_nobody_in(cluster, t
     sock.close()
     for again in ([said[0] + said[1]], said, [said[0], said[1][:31]], [said[0][:-32], said[1], said[0][-32:]], [said[1], said[0]]):
         with connect(cluster) as stranger:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):  # a socket that the other end has closed can't be shut down either
                 for part in again:
                     stranger.sendall(part)
                 stranger.shutdown(socket.SHUT_WR)

@@ -144,9 +144,9 @@ def test_a_slow_large_send_is_no_death(hosts, two):
     """Far longer than the limits: 16 MiB at 20 Mbit/s take about 7 s; the agent answers meanwhile."""
     addresses, _ = two
     a, c = hosts["a"], hosts["c"]
+    a.limit("20mbit")
     with client(c, SLOW, addresses) as run:
         run.wait_line("^sending")
-        a.limit("20mbit")
         began = time.monotonic()
         run.wait_line("^small call", 15)
         run.wait_line("^whole", 25)

@@ -37,24 +37,27 @@ def procs() -> Generator[ProcMesh, None, None]:
 
 
 class Diary:
-    """What actors say about their life, in order of arrival."""
+    """What actors say about their life. They may do so from several processes, whose messages know no order: so with the time."""
 
     def __init__(self) -> None:
-        self.port, self._receiver = Channel[str].open()
-        self.lines: list[str] = []
+        self.port, self._receiver = Channel[tuple[float, str]].open()
 
     def read(self, count: int) -> list[str]:
-        """The next lines."""
-        return [self._receiver.recv().get(3) for _ in range(count)]
+        """The next lines, in the order in which they were written."""
+        return [line for _, line in sorted(self._receiver.recv().get(3) for _ in range(count))]
 
     def is_empty(self) -> bool:
         """Nothing has come that was not read. Ask after whoever could still write has ended."""
-        self.port.send("the end")
+        write(self.port, "the end")
         return self.read(1) == ["the end"]
 
 
+def write(diary: Port[tuple[float, str]], line: str) -> None:
+    diary.send((time.monotonic(), line))
+
+
 class Sync(Actor):
-    def __init__(self, name: str, diary: Port[str], child_on: Any = None, cleanup_s: float = 0, other: Any = None) -> None:
+    def __init__(self, name: str, diary: Port[tuple[float, str]], child_on: Any = None, cleanup_s: float = 0, other: Any = None) -> None:
         self.name, self.diary, self.cleanup_s, self.other = name, diary, cleanup_s, other
         procs = {"own": this_proc, "spawned": lambda: this_host().spawn_procs(name="nested")}.get(child_on, lambda: child_on)()
         self.child = None if procs is None else procs.spawn("child", type(self), f"{name}'s child", diary)
@@ -71,7 +74,7 @@ class Sync(Actor):
     @endpoint
     def note(self, text: str, pause_s: float = 0) -> str:
         time.sleep(pause_s)
-        self.diary.send(f"{self.name}: {text}")
+        write(self.diary, f"{self.name}: {text}")
         return text
 
     @endpoint
@@ -83,13 +86,13 @@ class Sync(Actor):
         time.sleep(self.cleanup_s)
         if self.other is not None:
             self.other.note.call_one(f"called by the cleanup of {context().actor_instance.name}").get()
-        self.diary.send(f"{self.name}: cleanup {exc if exc is None else type(exc).__name__}")
+        write(self.diary, f"{self.name}: cleanup {exc if exc is None else type(exc).__name__}")
         if self.name == "clumsy":
             raise ValueError("clumsy cleanup")
 
 
 class Async(Actor):
-    def __init__(self, name: str, diary: Port[str], child_on: Any = None, cleanup_s: float = 0, other: Any = None) -> None:
+    def __init__(self, name: str, diary: Port[tuple[float, str]], child_on: Any = None, cleanup_s: float = 0, other: Any = None) -> None:
         self.name, self.diary, self.cleanup_s, self.other = name, diary, cleanup_s, other
         procs = {"own": this_proc, "spawned": lambda: this_host().spawn_procs(name="nested")}.get(child_on, lambda: child_on)()
         self.child = None if procs is None else procs.spawn("child", type(self), f"{name}'s child", diary)
@@ -106,16 +109,16 @@ class Async(Actor):
     @endpoint
     async def note(self, text: str, pause_s: float = 0) -> str:
         await asyncio.sleep(pause_s)
-        self.diary.send(f"{self.name}: {text}")
+        write(self.diary, f"{self.name}: {text}")
         return text
 
     @concurrent_endpoint
     async def note_cancel(self) -> None:
-        self.diary.send(f"{self.name}: begun")
+        write(self.diary, f"{self.name}: begun")
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:
-            self.diary.send(f"{self.name}: cancelled")
+            write(self.diary, f"{self.name}: cancelled")
             raise
 
     @endpoint
@@ -127,7 +130,7 @@ class Async(Actor):
         await asyncio.sleep(self.cleanup_s)
         if self.other is not None:
             await self.other.note.call_one(f"called by the cleanup of {context().actor_instance.name}")
-        self.diary.send(f"{self.name}: cleanup {exc if exc is None else type(exc).__name__}")
+        write(self.diary, f"{self.name}: cleanup {exc if exc is None else type(exc).__name__}")
         if self.name == "clumsy":
             raise ValueError("clumsy cleanup")
 
@@ -852,6 +855,7 @@ class Waiter(Actor):
 
     @endpoint
     def leave(self, port: Port[str], folder: Path) -> None:
+        (folder / "here").touch()
         while not (folder / "now").exists():
             time.sleep(0.005)
         port.send("last words")
@@ -863,7 +867,7 @@ def test_a_death_is_noticed_together_with_the_last_words(faults: Recorder, tmp_p
     crew = procs.spawn("crew", Waiter)
     pids = list(crew.pid.call().get(10).values())
     asking = crew.slice(procs=0).ask.call_one(crew.slice(procs=1), tmp_path)
-    wait_until(lambda: procs.activity().get(5)[1].state == "busy")
+    wait_until((tmp_path / "here").exists)
     os.kill(pids[0], signal.SIGSTOP)
     (tmp_path / "now").touch()
     wait_until(lambda: is_gone(pids[1]))

@@ -69,7 +69,7 @@ class End(Enum):
     ASKED = auto()
     """By its agent, or by a signal."""
     AGENT_LOST = auto()
-    """The agent's socket closed before it asked: it was killed, and can't remove its files."""
+    """The agent ended first: it was killed, perhaps after it had asked, and can't remove its files."""
 
 
 def run(sock: socket.socket) -> Child | End:
@@ -150,7 +150,7 @@ class _Zygote:
             self._sock.settimeout(1.0)
             self._sock.sendall(self._outbox)
         self._let_go()
-        return self._end
+        return End.AGENT_LOST if os.getppid() != self._agent_pid else self._end
 
     def _prepare_process(self) -> None:
         descendants.adopt_orphans()
@@ -240,8 +240,7 @@ class _Zygote:
         with contextlib.suppress(KeyError):
             self._poll.unregister(self._sock)
         self._outbox.clear()
-        if self._ends_at is None:
-            self._end = End.AGENT_LOST
+        self._end = End.AGENT_LOST
         self._shut_down()
 
     def _send(self, reply: Reply) -> None:
