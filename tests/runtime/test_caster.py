@@ -117,6 +117,11 @@ def test_nobody_remembers_casts_that_are_over(world, logs):
     assert any(len(relays_of(world, host)) for host in range(HOSTS))
     world.advance(3)
     assert [len(relays_of(world, host)) for host in range(HOSTS)] == [0] * HOSTS
+    assert any(relays_of(world, host)._floors for host in range(HOSTS)), "what comes late is still known as done"
+    world.advance(150)
+    assert not any(relays_of(world, host)._floors for host in range(HOSTS))
+    logs.put.broadcast("again")
+    assert logs.get.call().get().values() == [[*range(20), "again"]] * HOSTS * PER_HOST
 
 
 def test_an_actor_casts_too_and_in_order(logs):

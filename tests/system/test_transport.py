@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from monarch._net.certificates import mint_job_certificates
 from system.hosts import start_script_in
 
 SECRET = {"MONARCH_SECRET": "a secret of the tests of transports"}
@@ -52,15 +53,20 @@ print("from a proc", own.pid_of.call_one(local.slice(procs=1)).get(timeout=10), 
 """
 
 
-@pytest.mark.parametrize("transport", ["tcp", "tcp://{ip}:26650", "tcp://{ip}:26651@tcp://*:26651"])
+@pytest.mark.parametrize("transport", ["tcp", "tcp://{ip}:26650", "tcp://{ip}:26651@tcp://*:26651", "tls", "tls://{ip}:26652"])
 def test_a_client_that_listens_is_reached_by_whoever_has_a_reference(hosts, tmp_path, transport):
     a, b = hosts[:2]
     path = str(tmp_path / "reference")
-    with start_script_in(a, ACTOR + LISTENING, args=[transport.format(ip=a.ip), path], env=SECRET) as client:
+    scheme = transport[:3]
+    env = SECRET
+    if scheme == "tls":
+        files = mint_job_certificates(tmp_path / "job")
+        env = {f"HYPERACTOR_TLS_{name.upper()}": str(getattr(files, name)) for name in ("cert", "key", "ca")}
+    with start_script_in(a, ACTOR + LISTENING, args=[transport.format(ip=a.ip), path], env=env) as client:
         pids = client.wait_line(r"^pids (.*)", timeout=START_S)[1]
-        client.wait_line(rf"^address tcp://{a.ip}:{r'[0-9]+' if transport == 'tcp' else '2665.'}$")
+        client.wait_line(rf"^address {scheme}://{a.ip}:{r'[0-9]+' if transport == scheme else '2665.'}$")
         # It runs in a namespace of its own and has its own references to dial: nobody has told the listening client of it.
-        with start_script_in(b, ACTOR + 'enable_transport("tcp")\n' + STRANGER, args=[path], env=SECRET) as stranger:
+        with start_script_in(b, ACTOR + f'enable_transport("{scheme}")\n' + STRANGER, args=[path], env=env) as stranger:
             out = stranger.finish().check().stdout
         os.kill(client.pid, signal.SIGUSR1)
         client.finish().check()

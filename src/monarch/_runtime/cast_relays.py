@@ -37,7 +37,7 @@ _FIRST_PORT = 1 << 40
 _UNASKED_S = 10.0
 """How long the request for a proc may take to come, once a cast to it has."""
 _ORPHANED_S = 60.0
-"""How long a cast whose parent is gone is kept for its sender to ask again."""
+"""How long a cast whose parent is gone is kept for its sender to ask again; how long what is done with may still come once more."""
 
 
 class _Known:
@@ -89,6 +89,7 @@ class CastRelays:
         self._known: dict[Key, _Known] = {}
         self._by_port: dict[int, _Known] = {}
         self._floors: dict[tuple[str, int], int] = {}
+        """By sender and epoch: the first number that it is not done with."""
         self._handovers: dict[str, Handover] = {}
         self._parked: dict[str, list[_Parked]] = {}
         self._ports = count(_FIRST_PORT)
@@ -338,11 +339,24 @@ class CastRelays:
             self._post(agent_at(child.agent), CastsDone(message.sender, message.epoch, message.below, child.tree))
 
     def _raise_floor(self, sender: str, epoch: int, below: int) -> None:
-        if below <= self._floors.get((sender, epoch), 0):
+        known_floor = self._floors.get((sender, epoch), 0)
+        if below <= known_floor:
             return
         self._floors[sender, epoch] = below
+        if not known_floor:
+            self._expire_floor((sender, epoch), 0)
         for key in [key for key in self._known if key[0] == sender and (key[1] < epoch or (key[1] == epoch and key[2] < below))]:
             self._forget(key, self._known[key])
+
+    def _expire_floor(self, sender: tuple[str, int], seen: int) -> None:
+        """Forget where a sender stands that has said nothing new: no link tells of the end of one that is not linked here."""
+        floor = self._floors.get(sender)
+        if floor is None:
+            return
+        if floor == seen and not any(key[:2] == sender for key in self._known):
+            del self._floors[sender]
+        else:
+            self._call_later(_ORPHANED_S, lambda: self._expire_floor(sender, floor))
 
     def _forget(self, key: Key, known: _Known) -> None:
         self._known.pop(key, None)
