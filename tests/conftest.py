@@ -9,14 +9,15 @@ Read next: `monarch/testing/leaks.py` for what counts, `system/conftest.py` for 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
+from itertools import groupby
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from monarch.testing import leaks
@@ -25,10 +26,11 @@ from system.hosts import own_namespaces
 _CPU_LIMIT_S = 6.0
 _SYSTEM = Path(__file__).parent / "system"
 _before: dict[Path, leaks.Snapshot] = {}
+hypothesis.settings.register_profile("quick", max_examples=15)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1-1/1", metavar="A-B/N", help="only these of N parts of the files, with about as many tests each")
+    parser.addoption("--share", type=Path, metavar="FOLDER", help="only the files that no other run with this folder has begun")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,20 +48,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _is_system(item):
             item.add_marker(pytest.mark.system)
     items.sort(key=_is_system)
-    wanted = _files_of_part(Counter(item.path for item in items), config.getoption("--part"))
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in wanted])
-    items[:] = [item for item in items if item.path in wanted]
+    sizes = Counter(item.path for item in items)
+    if config.getoption("--share"):  # large files first, so that the runs end at about the same time
+        items.sort(key=lambda item: (_is_system(item), -sizes[item.path], item.path))
 
 
-def _files_of_part(sizes: Counter[Path], text: str) -> set[Path]:
-    match = re.fullmatch(r"(\d+)-(\d+)/(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= int(match[3]):
-        raise pytest.UsageError(f"--part={text}; expected something like 1-5/8")
-    first, last, number = map(int, match.groups())
-    parts: list[list[Path]] = [[] for _ in range(number)]
-    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
-        min(parts, key=lambda part: sum(sizes[other] for other in part)).append(path)
-    return {path for part in parts[first - 1 : last] for path in part}
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Of runs that share the files, one takes a file when it has done with the one before."""
+    folder: Path | None = session.config.getoption("--share")
+    if folder is None or session.config.option.collectonly or session.testsfailed:
+        return None
+    folder.mkdir(exist_ok=True)
+    ours = (items for _, group in groupby(session.items, key=lambda item: item.path) if _is_taken(items := list(group), folder))
+    queue = list(next(ours, []))
+    while queue:
+        item = queue.pop(0)
+        queue = queue or list(next(ours, []))  # before its last test: what is torn down after that depends on what comes next
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=queue[0] if queue else None)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+    return True
+
+
+def _is_taken(items: list[pytest.Item], folder: Path) -> bool:
+    """Whether nobody else has taken this file."""
+    try:
+        (folder / str(items[0].path.relative_to(_SYSTEM.parent)).replace("/", "-")).mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -407,7 +407,7 @@ assert list(procs.spawn("echo", Echo).echo.call(1).get().values()) == [1, 1]
 @pytest.mark.parametrize("last_line", ["procs.stop().get()", ""], ids=["stopped", "not stopped"])
 def test_a_clean_end_is_silent_and_has_status_0(last_line: str) -> None:
     with ThreadPoolExecutor(4) as pool:
-        runs = list(pool.map(lambda _: run_script(ENDS_CLEANLY + last_line), range(30)))
+        runs = list(pool.map(lambda _: run_script(ENDS_CLEANLY + last_line), range(12)))
     for done in runs:
         done.check(0)
         assert done.stderr == ""

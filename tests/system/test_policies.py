@@ -603,7 +603,7 @@ try:
 except RuntimeError as error:
     print("stopped" in str(error))
 """
-    done = run_script(PROGRAM + lines, timeout=30).check()
+    done = run_script(PROGRAM + lines, timeout=30, env={"HYPERACTOR_STOP_ACTOR_TIMEOUT": "2s"}).check()
     *pids, said = done.stdout.split()
     assert all(is_gone(int(pid)) for pid in pids) and len(pids) == 3 and said == "True"
 
