@@ -83,8 +83,10 @@ class Batch:
         self._flags.append(flags)
         self._counts.append(len(buffers))
         self._payloads.append(payload)
-        self._buffers.extend(buffers)
-        self.nbytes += answer.nbytes
+        self.nbytes += len(payload)
+        if buffers:
+            self._buffers.extend(buffers)
+            self.nbytes += sum(buffer.nbytes for buffer in buffers)
 
     def add_lost(self, exited: ProcExited) -> None:
         """A proc is gone that had not answered."""
@@ -207,11 +209,17 @@ class Relay:
 
     def on_reply(self, rank: int, flags: int, payload: Buffer, buffers: Sequence[memoryview]) -> list[Batch]:
         """One of the agent's own procs has answered; what leaves now. An answer that nobody waits for is dropped."""
-        if rank not in self._own:
+        own = self._own
+        if rank not in own:
             return []
-        self._own.discard(rank)
+        own.discard(rank)
         answer = Answer(rank, flags, payload, buffers)
         self._kept.append(answer)
+        pending = self._pending
+        has_room = len(pending) < self._max_replies - 1 and pending.nbytes + len(payload) < self._max_bytes
+        if own and has_room and not (buffers or flags & _URGENT):
+            pending.add(answer)  # the usual one: it waits for the rest
+            return []
         batch = Batch()
         batch.add(answer)
         return self._take(batch)

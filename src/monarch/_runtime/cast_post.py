@@ -48,8 +48,10 @@ class CastPost:
         if self._pool is not None and sum(buffer.nbytes for buffer in buffers) >= self._shm_threshold_bytes:
             segment = self._pool.pack(buffers, receivers=len(receivers))
             flags = Flag.SHARED if len(receivers) > 1 else 0
+        last, encoded = None, b""
         for ref, handed, rank in receivers:
-            encoded = messages.encode(handed)
+            if handed is not last:
+                last, encoded = handed, messages.encode(handed)
             if segment is None:
                 pieces = encode(Kind.CONTROL, encoded, payload, port=port, rank=rank, buffers=buffers)
             else:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from monarch import config
 from monarch._base.ids import ProcRef, agent_at
 from monarch._runtime.cast_merge import Batch, Relay
-from monarch._runtime.cast_order import Admission, Handover, place_of, within
+from monarch._runtime.cast_order import Admission, Handover, Place, place_of, within
 from monarch._runtime.cast_tree import Child, read_tree
 from monarch._wire import messages
 from monarch._wire.cast_messages import Cast, CastAcked, CastBroken, CastHanded, CastReplies, CastsDone, CastVoid
@@ -161,13 +161,16 @@ class CastRelays:
     def _serve(self, known: _Known, procs: Sequence[tuple[int, ProcRef]]) -> None:
         cast, order = known.cast, known.cast.order
         ready: list[tuple[ProcRef, CastHanded, int]] = []
+        messages_of: dict[Place, CastHanded] = {}
         for rank, ref in procs:
             record = self._record_of(ref.uid)
             place = place_of(order, rank)
-            handed = CastHanded(cast.epoch, order.number, place.after, place.fenced, cast.merged, cast.header, cast.control)
-            parked = _Parked(known, ref, rank, handed, place.life, known.payload, known.buffers)
+            handed = messages_of.get(place)
+            if handed is None:
+                handed = CastHanded(cast.epoch, order.number, place.after, place.fenced, cast.merged, cast.header, cast.control)
+                messages_of[place] = handed
             if record is None:
-                self._await(parked)
+                self._await(_Parked(known, ref, rank, handed, place.life, known.payload, known.buffers))
                 continue
             if record.exited is not None and not record.exited.again:
                 self._lost(known, record.exited, rank)
@@ -177,7 +180,7 @@ class CastRelays:
             if admission is Admission.REFUSE:
                 self._refuse(known, record, rank)
             elif admission is Admission.WAIT or record.exited is not None or not record.up:
-                self._park(parked)
+                self._park(_Parked(known, ref, rank, handed, place.life, known.payload, known.buffers))
             else:
                 ready.append((ref, handed, rank))
         if ready:
@@ -223,7 +226,8 @@ class CastRelays:
         known = self._by_port.get(port)
         if known is not None:
             self._send_up(known, known.relay.on_reply(rank, flags, payload, buffers))
-            self._arm(known)
+            if not known.timed:
+                self._arm(known)
         return True
 
     def on_control(self, message: messages.Control, sender: ProcRef, payload: Buffer, buffers: Sequence[memoryview]) -> bool:
