@@ -225,3 +225,42 @@ def test_a_stopped_agent_is_no_death_and_a_killed_one_is_told_at_once(hosts):
         done = loop.finish()
         assert done.returncode == 1 and "the worker loop ended with status -9" in done.stderr, done
         assert done.leftovers == ()
+
+
+LOSE_EACH_OTHER = """
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    first, second = peers.slice(hosts=0), peers.slice(hosts=1)
+    first.ask.call_one(second).get(10)
+    print("met", flush=True)
+    signal.sigwait({signal.SIGUSR1})
+    report("ask", first.ask.call_one(second).get)
+    report("all", lambda: len(peers.where.call().get(10)))
+    print("lost", flush=True)
+    signal.sigwait({signal.SIGUSR1})
+    report("old", first.ask.call_one(second).get)
+    fresh = mesh.slice(hosts=1).spawn_procs({"gpus": 1}).spawn("fresh", Peer)
+    report("fresh", lambda: first.ask.call_one(fresh).get(10)[0][0])
+    report("back", lambda: fresh.ask.call_one(mesh.slice(hosts=0).spawn_procs().spawn("other", Peer)).get(10)[0][0])
+"""
+
+
+def test_two_machines_that_lost_each_other_cost_neither_their_client_nor_what_comes_later(hosts, two):
+    """Their client has seen both all the time, so for it nothing is lost. For the two processes each other is, and stays so."""
+    addresses, _ = two
+    a, b, c = hosts["a"], hosts["b"], hosts["c"]
+    with client(c, LOSE_EACH_OTHER, addresses) as run:
+        run.wait_line("^met")
+        hosts.cut(a, b)
+        os.kill(run.pid, signal.SIGUSR1)
+        _, text = at(run, "ask", 20)
+        assert "SupervisionError" in text and "its machine has not answered for 2 s" in text, "\n".join(text.split(" | "))
+        assert at(run, "all")[1] == "all: 2"
+        run.wait_line("^lost")
+        hosts.mend()
+        os.kill(run.pid, signal.SIGUSR1)
+        assert "its machine has not answered for 2 s" in at(run, "old", 15)[1]
+        text = at(run, "fresh", 15)[1]
+        assert text == "fresh: host-b", "\n".join(text.split(" | "))
+        assert at(run, "back", 15)[1] == "back: host-a"
+        assert "failure" not in run.finish().check().stdout

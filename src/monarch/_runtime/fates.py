@@ -99,6 +99,9 @@ class Fates:
             self.on_exited(unknown_end(ref, reason))
             return
         agent = agent_at(ref.host)
+        lost = self.gone.get(agent.uid)
+        if lost is not None and lost.how != "denied":
+            self.await_agent(agent, 0.0)  # it may have been a cut, which is over; whoever lost something there has been told
         answer = self._proc.request(agent, question)
 
         def on_answer() -> None:
