@@ -832,6 +832,19 @@ except KeyboardInterrupt:
     assert done.stdout == "caught\natexit ran\n"
 
 
+def test_a_call_raises_what_became_of_it_before_the_program_is_interrupted() -> None:
+    lines = """
+crew = procs.spawn("crew", Crew)
+try:
+    crew.slice(procs=0).do.call_one("dies").get()
+except RuntimeError as error:
+    print(type(error).__name__, flush=True)
+time.sleep(30)
+"""
+    done = run_script(PROGRAM + lines, timeout=10)
+    assert done.stdout == "SupervisionError\natexit ran\n" and done.stderr.endswith("\nKeyboardInterrupt\n"), done
+
+
 def test_a_hook_that_raises_is_called_once() -> None:
     lines = """
 def hook(failure):

@@ -319,6 +319,10 @@ class ClientProcess(RootProcess):
         os.close(self._run_dir.lock_fd)
 
 
+_HEARD_S = 0.1
+"""A call that failed by the same event shall raise its own error, which says more than the interrupt does, before that comes."""
+
+
 class FaultThread:
     """Calls the user's hook, one fault at a time. Thread: any for `put` and `stop`."""
 
@@ -356,6 +360,7 @@ class FaultThread:
                 then = "KeyboardInterrupt is raised in the main thread now" if self.interrupts else "the program ends"
                 _print_unhandled(failure, exc, then)
                 if self.interrupts:
+                    time.sleep(_HEARD_S)
                     # A real signal, not `_thread.interrupt_main`: it also wakes a main thread that blocks in `Future.get`.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
