@@ -29,6 +29,7 @@ from monarch._net.handshake import (
     encode_preface,
 )
 from monarch._net.loop import NetLoop
+from monarch._net.sockets import origin_of
 from net.wires import exactly, on_loop
 
 WAIT_S = 10.0
@@ -398,7 +399,7 @@ def test_one_more_than_fit_ends_the_oldest_of_the_machine_that_has_most(door, mo
     ],
 )
 def test_limits_are_shared_by_what_one_machine_has(peer, origin):
-    assert greeter_module._origin_of(peer) == origin
+    assert origin_of(peer) == origin
 
 
 def test_a_quarter_of_the_descriptors_is_the_most(monkeypatch):

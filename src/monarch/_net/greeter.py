@@ -38,7 +38,7 @@ from monarch._net.handshake import (
     encode_status,
 )
 from monarch._net.loop import READ, WRITE, NetLoop, Timer
-from monarch._net.sockets import prepare
+from monarch._net.sockets import origin_of, prepare, text_of
 from monarch._net.stream import abandon
 
 _logger = logging.getLogger("monarch.net")
@@ -53,8 +53,6 @@ _MAX_ACCEPTS = 64
 """Connections taken in one turn of the loop."""
 _SAY_EVERY_S = 10.0
 _REDIAL_S = 0.005
-_MAPPED = bytes(10) + b"\xff\xff"
-"""In front of an IPv4 address that a socket for both takes for IPv6."""
 
 
 class Greeter:
@@ -111,7 +109,7 @@ class Greeter:
                 self._make_room("this process has no descriptor left")
                 self._accept_later(listener)
                 return
-            self._begin(sock, _text_of(place), lambda greeting: greeting.start(), tls=self.tls)
+            self._begin(sock, text_of(place), lambda greeting: greeting.start(), tls=self.tls)
         self.loop.call_soon(self._on_connection, listener)
 
     def _accept_later(self, listener: socket.socket) -> None:
@@ -147,6 +145,10 @@ class Greeter:
         if self._sweep_timer is None:
             self._sweep_timer = self.loop.call_later(_GREETING_S, self._sweep)
         begin(greeting)
+
+    def is_heard_from(self, origin: str) -> bool:
+        """Whether somebody from there (see `origin_of`) is about to prove himself."""
+        return origin in self._origins
 
     def _make_room(self, why: str) -> None:
         """End the oldest of the machine that has most."""
@@ -232,7 +234,7 @@ class Greeting:
     def __init__(self, greeter: Greeter, sock: socket.socket, peer: str) -> None:
         self.peer = peer
         """Where it comes from, for people."""
-        self.origin = _origin_of(peer)
+        self.origin = origin_of(peer)
         """The machine, or the network of somebody who has many addresses."""
         self.began_s = greeter.loop.now_s()
         self._greeter = greeter
@@ -422,20 +424,3 @@ def most_greetings(*, tls: bool) -> int:
     most = _MAX_TLS_GREETINGS if tls else _MAX_GREETINGS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(most, soft // _SHARE)) if soft != resource.RLIM_INFINITY else most
-
-
-def _text_of(place: Any) -> str:
-    """`host:port`, or `[host]:port` of IPv6."""
-    if not isinstance(place, tuple):
-        return str(place)
-    return f"[{place[0]}]:{place[1]}" if ":" in place[0] else f"{place[0]}:{place[1]}"
-
-
-def _origin_of(peer: str) -> str:
-    """Who shares the limits of `peer`: an IPv4 address, a /64 of IPv6, which is what one machine is given."""
-    host = peer.rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        network = socket.inet_pton(socket.AF_INET6, host)
-    except OSError:
-        return host
-    return socket.inet_ntop(socket.AF_INET, network[12:]) if network.startswith(_MAPPED) else network[:8].hex()

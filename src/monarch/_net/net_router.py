@@ -51,8 +51,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("monarch.net")
 _ORPHANED_S = 1.0
 """How long an end that was closed without a word may take to come back: one that lives dials at once."""
-_RESET_S = 1.5
-"""The same after a reset, which does not always come from the peer."""
+_RESET_S = 5.0
+"""The same after a reset, which does not always come from the peer: what is between may have been started anew, and pass nothing on yet."""
+_BUSY_S = 0.25
+"""After so long it is looked again whether somebody who had dialled in time has said who he is."""
 _ATTEMPT_S = 0.4
 """A lost connection is dialled anew after so long without an answer: the first packet may have gone into a cut that is over."""
 _MAX_ATTEMPT_S = 5.0
@@ -343,8 +345,17 @@ class NetRouter(Router):
         self._loop.call_later(patience_s, partial(self._bury, link, link.detached_s, reason))
 
     def _bury(self, link: SessionLink, since_s: float | None, reason: str) -> None:
-        if link.closed is None and link.detached_s == since_s and not link.connected:
+        if link.closed is not None or link.detached_s != since_s or link.connected:
+            return
+        if since_s is not None and self._loop.now_s() - since_s < link.patience_s and self._is_heard_from(link.origin):
+            self._loop.call_later(_BUSY_S, partial(self._bury, link, since_s, reason))  # it is far away, or slow
+        else:
             link.close(reason)
+
+    def _is_heard_from(self, origin: str) -> bool:
+        """Whether somebody from there is about to prove himself, or to say who he is."""
+        waiting = (link for link in self._all if isinstance(link, SessionLink) and link.connected and not link.greeted)
+        return self.greeter.is_heard_from(origin) or any(link.origin == origin for link in waiting)
 
     def _on_closed(self, link: Link, reason: str) -> None:
         if isinstance(link, SessionLink):

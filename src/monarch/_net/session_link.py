@@ -16,6 +16,7 @@ Read next: `net_router.py`, which finds the next connection; `liveness.py`, whic
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from monarch._base.ids import random_id
 from monarch._net.kept_frame import LONG_BYTES, KeptFrame
 from monarch._net.liveness import Pulse
 from monarch._net.loop import READ, NetLoop, Timer
+from monarch._net.sockets import origin_of, text_of
 from monarch._net.stream import FrameHandler, Link, describe
 from monarch._wire.frames import PREFIX, Buffer, Frame, FrameError, Kind, encode
 from monarch._wire.session import Incoming, Outgoing
@@ -77,6 +79,8 @@ class SessionLink(Link):
         """`Hello.epoch` of the process at the other end."""
         self.is_forgotten = False
         """The process at the other end lives, and has given this session up."""
+        self.origin = ""
+        """The machine at the other end, as far as that can be seen."""
         self.num_redials = 0
         """How often dialling was begun anew, for want of an answer, since the last connection."""
         self.pulse = Pulse()
@@ -130,6 +134,8 @@ class SessionLink(Link):
         self.pulse = Pulse()
         self._first = True
         self.heard_s = self._loop.now_s()
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            self.origin = origin_of(text_of(sock.getpeername()))
         super().attach(sock, first)
         self._loop.call_soon(self._read)  # what a TLS layer has read ahead makes no socket readable
 
@@ -166,6 +172,7 @@ class SessionLink(Link):
         self.num_redials = 0
         self.suspected = False
         self.pulse = Pulse()
+        self.origin = other.origin
         self.peer_pid = other.peer_pid
         self.heard_s = self._loop.now_s()
         self._first = False  # it was the Hello

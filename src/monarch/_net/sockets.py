@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from typing import Any
 
 PROBE_S = 1
 """How often the kernel asks an idle connection's other end whether it is there; it counts in whole seconds."""
 _PROBES = 120
 """More than any limit of ours: this process decides, not the kernel."""
+_MAPPED = bytes(10) + b"\xff\xff"
+"""In front of an IPv4 address that a socket for both takes for IPv6."""
 
 
 def prepare(sock: socket.socket) -> None:
@@ -30,3 +33,20 @@ def prepare(sock: socket.socket) -> None:
         if option is not None:
             with contextlib.suppress(OSError):  # not every kernel has every one
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def text_of(place: Any) -> str:
+    """`host:port`, or `[host]:port` of IPv6."""
+    if not isinstance(place, tuple):
+        return str(place)
+    return f"[{place[0]}]:{place[1]}" if ":" in place[0] else f"{place[0]}:{place[1]}"
+
+
+def origin_of(peer: str) -> str:
+    """Who shares the limits of `peer`: an IPv4 address, a /64 of IPv6, which is what one machine is given."""
+    host = peer.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        network = socket.inet_pton(socket.AF_INET6, host)
+    except OSError:
+        return host
+    return socket.inet_ntop(socket.AF_INET, network[12:]) if network.startswith(_MAPPED) else network[:8].hex()

@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -24,6 +25,7 @@ from monarch._wire.observation_messages import ActorActivity
 _SLOT_BYTES = 512
 _NUM_SLOTS = 1023
 _BOARD_BYTES = _SLOT_BYTES * (_NUM_SLOTS + 1)
+_logger = logging.getLogger("monarch.runtime")
 _NAME = struct.Struct("<i200s99s?")
 """Rank, human chain, name, whether it waits at a breakpoint."""
 _WORK = struct.Struct("<Qd64sQ")
@@ -70,6 +72,9 @@ class Entry(NamedTuple):
     """Whether it waits at a breakpoint."""
 
 
+_SPARE_BYTES = 8 * _BOARD_BYTES
+
+
 class Board:
     """The writer's end; one per proc."""
 
@@ -81,8 +86,13 @@ class Board:
             self._memory = mmap.mmap(-1, _BOARD_BYTES)
         else:
             fd = os.open(path_of(address_path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            os.ftruncate(fd, _BOARD_BYTES)
-            self._memory = mmap.mmap(fd, _BOARD_BYTES)
+            space = os.fstatvfs(fd)
+            if space.f_bavail * space.f_frsize < _SPARE_BYTES:  # a page that can't be had when it is first touched is a SIGBUS
+                _logger.warning("the disk of %s is full: what the actors of this process do can't be seen from outside", address_path)
+                self._memory = mmap.mmap(-1, _BOARD_BYTES)
+            else:
+                os.ftruncate(fd, _BOARD_BYTES)
+                self._memory = mmap.mmap(fd, _BOARD_BYTES)
             os.close(fd)
         self._used = 0
         self._free: list[int] = []

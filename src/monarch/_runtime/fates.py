@@ -13,6 +13,7 @@ Read next: `proc.py`, which owns this; `docs/design/supervision.md`, "Identity".
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,10 +25,13 @@ from monarch._wire.messages import CallHeader, ProcExited
 if TYPE_CHECKING:
     from monarch._runtime.proc import Proc
 
+_logger = logging.getLogger("monarch.net")
 _MAX_REMEMBERED = 16384
 """How many procs that are gone are remembered with the reason."""
 _TIMEOUT_S = 10.0
 _REDIAL_S = 0.05
+_MAX_REDIAL_S = 1.0
+_MANY_DIALS = 6
 Stray: TypeAlias = tuple[Target, int, CallHeader]
 """A message without reply port that could not be sent: to whom, to which rank of the view, and its header."""
 
@@ -42,6 +46,8 @@ class Fates:
         self._awaited: dict[str, float] = {}
         self._last_ends: dict[str, int] = {}
         """The last process under each id whose end was heard of (`ProcExited.attempt`)."""
+        self._vain: dict[str, int] = {}
+        """How often a process that is up was dialled in vain, by uid."""
         self._limbo: dict[str, list[Stray]] = {}
         self._forsaken: set[str] = set()
         """Procs that are being killed, and what is sent to them is for those that will be started anew."""
@@ -125,9 +131,23 @@ class Fates:
 
     def _on_fate(self, fate: messages.Control) -> None:
         if isinstance(fate, messages.ProcUp):
-            self._proc.router.dial(fate.proc)
+            self._dial_again(fate.proc)
         elif isinstance(fate, ProcExited):
             self.on_exited(fate)
+
+    def on_reached(self, ref: ProcRef) -> None:
+        """There is a connection."""
+        self._vain.pop(ref.uid, None)
+
+    def _dial_again(self, ref: ProcRef) -> None:
+        """A process that could not be reached is up: at once the first time, then ever more slowly."""
+        number = self._vain[ref.uid] = self._vain.get(ref.uid, 0) + 1
+        if number == 1:
+            self._proc.router.dial(ref)
+            return
+        if number == _MANY_DIALS:
+            _logger.warning("not reached, tried again and again: peer=%s reason=%s", ref.uid, self._proc.router.story_of(ref))
+        self._proc.loop.call_later(min(_REDIAL_S * 2.0 ** (number - 2), _MAX_REDIAL_S), lambda: self._proc.router.dial(ref))
 
     def _lose_connection(self, exited: ProcExited) -> None:
         """What was under way to a proc is lost; what is sent from now on takes another link."""
@@ -154,6 +174,7 @@ class Fates:
     def on_exited(self, exited: ProcExited) -> None:
         """A proc is gone: everything here that waits for it ends now."""
         uid = exited.proc.uid
+        self._vain.pop(uid, None)
         is_news = exited.attempt > self._last_ends.get(uid, -1)
         if uid in self.gone:
             return

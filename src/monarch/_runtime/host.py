@@ -209,7 +209,7 @@ class HostAgent:
         if ref.uid == self._client_uid:
             self._end()
         else:
-            self._end_owned_by(ref.uid)
+            self._end_owned_by(ref.uid, reason)
             self._abandon_for(ref.uid)
 
     def on_frame(self, link: Link, frame: Frame, buffers: Sequence[memoryview]) -> None:
@@ -471,7 +471,7 @@ class HostAgent:
             self._router.lose(record.ref, reason)
         self._relays.on_exited(record.exited)
         self._logs.forget(record.ref.uid)  # `on_lost` does not come for a link that was closed above
-        self._end_owned_by(record.ref.uid)
+        self._end_owned_by(record.ref.uid, reason)
         self._abandon_for(record.ref.uid)
 
     def _gone(self, record: Record) -> None:
@@ -569,9 +569,11 @@ class HostAgent:
         if record.exited is None and record.attempt == attempt:
             self._zygotes.kill_silent(record.ref.uid)
 
-    def _end_owned_by(self, uid: str) -> None:
+    def _end_owned_by(self, uid: str, reason: str) -> None:
         owned = [record for record in self._records.values() if record.owner.uid == uid]
         for record in owned:
+            if not record.stop_asked:
+                record.how = f"its owner {uid} was lost ({reason}), so its host agent ended it"
             record.stop_asked = True
             self._end_for_good(record)
         self._kill([record.ref.uid for record in owned if not record.gone])

@@ -217,8 +217,10 @@ class Proc:
         self.tell(create.owner, messages.ActorFault(create.owner_actor, fault))
 
     def _lateness(self, future: Future[Any], patience_s: float) -> str:
-        from monarch._runtime.lateness import story_of
-
+        try:
+            from monarch._runtime.lateness import story_of
+        except OSError as exc:  # no descriptor left: the time-out is the news
+            return f"what the others do can't be told: {exc.strerror}"
         return story_of(self, future, patience_s)
 
     # --- setup ---------------------------------------------------------------------------------------------------
@@ -253,7 +255,8 @@ class Proc:
     # --- frames (net loop) ---------------------------------------------------------------------------------------
 
     def on_peer(self, ref: ProcRef) -> None:
-        """A process connected; nothing to do before it sends."""
+        """A process connected."""
+        self.fates.on_reached(ref)
 
     def on_hello(self, hello: messages.Hello) -> None:
         """A process has said Hello."""

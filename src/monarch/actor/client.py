@@ -15,6 +15,7 @@ Read next: `process.py` for the hooks, `_runtime/host.py` for the agent.
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import os
 import queue
@@ -396,6 +397,8 @@ def start_client(presence: Presence | None = None) -> ClientProcess:
         cloudpickle.register_pickle_by_value(main)
     if presence is None:
         presence = Presence() if config.value("default_transport") == _UNIX else _chosen_presence()
+    # Here, not in the thread of the first actor: an interrupt of the main thread meanwhile would end the program with status 1.
+    importlib.import_module("monarch.actor.behavior")
     run_dir = make_run_dir()
     try:
         client = ClientProcess(run_dir, presence)
