@@ -10,6 +10,7 @@ import os
 import shlex
 import stat
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -318,6 +319,33 @@ def test_with_python_executable_serves_direct_and_nested_spawns(tmp_path):
     nested = procs.spawn("nested", Nested)[0].spawn.call_one().get(WAIT_S).item(gpus=0)
     assert nested is not None and nested not in {pid for _, pid in own}
     procs.stop().get(WAIT_S)
+
+
+def test_a_module_that_spawns_when_a_proc_imports_it_is_told_to_do_so_elsewhere(tmp_path, run_script):
+    (tmp_path / "eager.py").write_text(
+        textwrap.dedent("""
+            from monarch.actor import Actor, endpoint, this_host
+
+            class Worker(Actor):
+                @endpoint
+                def step(self): ...
+
+            worker = this_host().spawn_procs(per_host={"gpus": 1}).spawn("worker", Worker)
+        """)
+    )
+    done = run_script(
+        """
+        import sys
+        import monarch.actor
+        monarch.actor.unhandled_fault_hook = lambda failure: None
+        sys.path.insert(0, sys.argv[1])
+        import eager
+        print(eager.worker.step.call().exception(20))
+        """,
+        args=[str(tmp_path)],
+    ).check()
+    assert "module 'eager' asks for its host or spawns when it is imported" in done.stdout
+    assert "eager.py, line 8" in done.stdout and 'move that under `if __name__ == "__main__":`' in done.stdout
 
 
 def test_procs_get_the_environment_directory_and_path_of_the_moment(tmp_path, monkeypatch):

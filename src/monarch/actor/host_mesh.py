@@ -116,7 +116,7 @@ class HostMesh(ShapedMesh):
         sizes = _checked_per_host(per_host, self.extent)
         label = sanitize_label(name or "anon")
         process = this_process()
-        instance = process.activation().cell.instance
+        instance = process.instance()
         names = ProcNames(label, random_id(), self._own_agents, _product(sizes.values()))
         binds = _checked_binds(proc_bind, names.per_host)
         extent = Extent([*self.extent.labels, *sizes], [*self.extent.sizes, *sizes.values()])
@@ -318,12 +318,12 @@ def _afterwards(first: Future[None], start: Callable[[], Future[None]]) -> Futur
 
 def this_host() -> HostMesh:
     """The host of the running actor; in a client, this machine. It can't be stopped."""
-    return this_process().activation().cell.instance.proc.host_mesh  # type: ignore[no-any-return]
+    return this_process().instance().proc.host_mesh
 
 
 def this_proc() -> ProcMesh:
     """The process of the running actor, as a mesh of one proc. Actors spawned here share its interpreter."""
-    return this_process().activation().cell.instance.proc  # type: ignore[no-any-return]
+    return this_process().instance().proc
 
 
 def local_host_mesh() -> HostMesh:

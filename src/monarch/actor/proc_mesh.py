@@ -106,7 +106,7 @@ class ProcMesh(ShapedMesh):
         group: SupervisionGroup | None = None,
     ) -> ActorMesh[Any]:
         process = this_process()
-        instance = process.activation().cell.instance
+        instance = process.instance()
         uid = f"{sanitize_label(name)}-{random_id()}"
         owner_actor = instance._uid
         supervised = group is not None and isinstance(group.policy, Restarting)
@@ -218,7 +218,7 @@ class ProcMesh(ShapedMesh):
         new.succeed(core)
         core.successor = mesh
         _active.discard(self)
-        process.activation().cell.instance._add_child(mesh)
+        process.instance()._add_child(mesh)
         new.launch = core.launch
         new.ready = core.launch.start(mesh, dead)
         announce(mesh)
