@@ -383,7 +383,7 @@ def test_it_shows_its_state_and_does_not_travel():
     assert repr(future) == "<Future pending>"
     assert repr(Future._completed(1)) == "<Future done>"
     assert repr(Future._failed(ValueError())) == "<Future failed>"
-    with pytest.raises(TypeError, match="a Future can't be pickled: it belongs to this process; send the value, or the mesh"):
+    with pytest.raises(TypeError, match="a Future can't be pickled: it belongs to this process; send the value"):
         pickle.dumps(future)
     assert Future[int] is not None
 

@@ -224,7 +224,8 @@ def test_a_held_interpreter_lock_is_blamed_on_the_actor_that_holds_it_and_not_on
     wait_until(lambda: any(row.waiting for row in procs.activity().get(10)))
     holding = holder.hold_interpreter_lock.call_one(4)
     [text] = notices.wait(1)
-    assert text.startswith("interpreter does not answer: endpoint=hold_interpreter_lock actor=") and "Worker holder{" in text.splitlines()[0]
+    assert text.startswith("interpreter does not answer: endpoint=hold_interpreter_lock actor=")
+    assert "Worker holder{" in text.splitlines()[0]
     assert text.index("Worker holder{'procs': 0/1}>:") < text.index("Worker waiter{'procs': 0/1}>:")
     late = str(error_of_late(procs.spawn("third", Worker).pid.call_one(), 0.9))
     assert "rank 0: not there yet: its interpreter has not answered for" in late

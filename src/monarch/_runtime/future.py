@@ -241,7 +241,7 @@ class Future(Generic[R]):
         return heir
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Future can't be pickled: it belongs to this process; send the value, or the mesh")
+        raise TypeError("a Future can't be pickled: it belongs to this process; send the value, which get() or await gives, or the mesh")
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"

@@ -121,7 +121,8 @@ class ProcMesh(ShapedMesh):
             supervised=supervised,
         )
         controllers = process.controllers if system else process.controller_table()
-        payload, buffers = dumps((cls, args, kwargs, self._unowned, instance._snapshot(), controllers))
+        parts = (f"class {cls.__qualname__}", "arguments", "arguments", "procs", "spawning actor", "table of controllers")
+        payload, buffers = dumps((cls, args, kwargs, self._unowned, instance._snapshot(), controllers), parts=parts)
         extent = self.extent
         proc, labels, sizes = process.proc, tuple(extent.labels), tuple(extent.sizes)
         if not system:
