@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch._base.errors import explain
 from monarch._net.loop import wake
+from monarch._runtime.unread import Unread
 
 if TYPE_CHECKING:
     import asyncio
@@ -65,7 +66,7 @@ def drive_while_waiting(loop: Loop | None) -> Loop | None:
     return before
 
 
-class Future(Generic[R]):
+class Future(Unread, Generic[R]):
     """The outcome of an operation that is already under way. Thread: any.
 
     Dropping a future, or timing out on it, neither cancels the operation nor hurts whoever runs it.
