@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -50,6 +51,7 @@ Story = Callable[["Future[Any]", float], str]
 _story: Story | None = None
 """What people want to know of a future that is late, given how long it may take to find out."""
 _STORY_S = 0.25
+_whys: weakref.WeakKeyDictionary[Future[Any], Callable[[], str]] = weakref.WeakKeyDictionary()
 
 
 def explain_lateness_by(story: Story | None) -> Story | None:
@@ -57,6 +59,11 @@ def explain_lateness_by(story: Story | None) -> Story | None:
     global _story
     before, _story = _story, story
     return before
+
+
+def tell_when_late(future: Future[Any], why: Callable[[], str]) -> None:
+    """Let time-outs of a future that is no call's say what it waits for, as lines; `why` must not wait, or refer to `future`."""
+    _whys[future] = why
 
 
 def drive_while_waiting(loop: Loop | None) -> Loop | None:
@@ -377,7 +384,8 @@ def check_timeout(timeout: Any, *, zero: bool = True) -> None:
 def _timed_out(future: Future[Any], timeout: float | None) -> TimeoutError:
     text = f"no outcome within {timeout:g} s; the operation goes on, and a later get() can still have it"
     # Who polls with short time-outs is not to wait much longer than that for the text of an error.
-    story = _story(future, min(timeout or 0.0, _STORY_S)) if _story is not None else ""
+    why = _whys.get(future)
+    story = why() if why is not None else _story(future, min(timeout or 0.0, _STORY_S)) if _story is not None else ""
     return TimeoutError(f"{text}\n{story}" if story else text)
 
 

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch._base.errors import without_next
 from monarch._base.ids import agent_at, by_agent
 from monarch._runtime.dumps import ranks_text
 from monarch._runtime.future import Future
@@ -106,7 +107,10 @@ class Question:
         if row is None:
             if any(row.silent_s or row.state in ("stopped", "gone") for row in there):
                 return f"not there yet: {of_process(there[0])}"
-            return "no such actor there, or none yet" if known else "its host agent has not said what it does"
+            if known:
+                return "no such actor there, or none yet"
+            reason = without_next(self._proc.router.story_of(agent_at(ref.host))) if ref.host else ""
+            return f"its host can't be reached: {reason}" if reason else "its host agent has not said what it does"
         text = doing(row)
         if ref.uid == self._proc.ref.uid and self._target.actor == self._target.caller and row.endpoint is not None:
             text += "; that is this very actor: it waits for its own mesh, and handles no other message meanwhile"
