@@ -396,6 +396,14 @@ def test_a_slice_of_a_mesh_that_is_still_starting_can_be_spawned_on():
     procs.stop().get(WAIT_S)
 
 
+def test_a_wrong_keyword_of_spawn_procs_says_what_was_meant():
+    for wrong in ({"gpus": 2}, {"per_hosts": {"gpus": 2}}):
+        with pytest.raises(TypeError, match=r"spawn_procs\(\) has no argument '.*'; did you mean per_host=\{'gpus': 2\}\?\n  next:  its"):
+            this_host().spawn_procs(**wrong)
+    with pytest.raises(TypeError, match=r"has no argument 'nam'; did you mean 'name'\?"):
+        this_host().spawn_procs(nam="x")
+
+
 def test_wrong_classes_and_arguments_are_refused_at_the_spawn(procs):
     class NoActor:
         pass

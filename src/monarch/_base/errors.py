@@ -50,10 +50,15 @@ def without_next(text: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known name nearest to `name` as "; did you mean 'x'?", or "" when none is near."""
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name nearest to `name`; "" when none is near."""
     import difflib  # 2 ms of everybody's import for a sentence that few ever read
 
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 class InternalError(RuntimeError):

@@ -391,5 +391,5 @@ def _timed_out(future: Future[Any], timeout: float | None) -> TimeoutError:
 
 def _warn_blocking() -> None:
     text = 'Future.get() blocks the active event loop of this thread; write "await future" or use as_asyncio()'
-    _logger.warning(text, extra={"context": "asyncio"})
+    _logger.debug(text, extra={"context": "asyncio"})  # for who collects logs; people read the warning
     warnings.warn(text, UserWarning, stacklevel=3)

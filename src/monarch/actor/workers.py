@@ -12,13 +12,12 @@ Read next: `_runtime/host.py` for the agent, `attaching.py` for the client's sid
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -26,6 +25,7 @@ from monarch import config
 from monarch._base.addresses import Address, WorkerAddress, parse_address, parse_dialled_address, parse_worker_address
 from monarch._base.agents import Agents
 from monarch._base.errors import explain
+from monarch._base.keywords import keywords_only
 from monarch._mesh.shape import Extent
 from monarch._net import credentials
 from monarch._net.credentials import Credentials
@@ -42,29 +42,11 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _logger = logging.getLogger("monarch.worker")
 _MAX_PATH_BYTES = 60
 
 
-def _keywords_only(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Tell whoever passes by position what belongs at the keyword `name`."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if args:
-                text = f"{function.__name__}() takes its arguments by keyword"
-                raise TypeError(explain(text, next=f"write {function.__name__}({name}={args[0]!r})"))
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
-
-
-@_keywords_only("address")
+@keywords_only("address")
 def run_worker_loop_forever(
     *, private_key: bytes | Path | None = None, ca: bytes | Path | Literal["trust_all_connections"] | None = None, address: str
 ) -> None:
@@ -72,7 +54,7 @@ def run_worker_loop_forever(
     start_worker_loop_forever(private_key=private_key, ca=ca, address=address).get()
 
 
-@_keywords_only("address")
+@keywords_only("address")
 def start_worker_loop_forever(
     *, private_key: bytes | Path | None = None, ca: bytes | Path | Literal["trust_all_connections"] | None = None, address: str
 ) -> Future[None]:
@@ -140,7 +122,7 @@ def _start(arguments: list[str], fds: list[int], shown: Credentials, address: st
     return ended
 
 
-@_keywords_only("workers")
+@keywords_only("workers")
 def attach_to_workers(
     *,
     private_key: bytes | Path | None = None,
