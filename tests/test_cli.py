@@ -52,10 +52,23 @@ def test_help_names_the_commands() -> None:
     assert {"certs", "demo", "secret", "version"} <= set(done.stdout.split())
 
 
+def test_without_a_command_it_prints_its_help() -> None:
+    done = run()
+    assert (done.exit_code, done.stdout, done.stderr) == (0, run("--help").stdout, "")
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "monarch", "version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, run("version").stdout, "")
+    done = subprocess.run([sys.executable, "-m", "monarch", "fly"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, run("fly").stderr)
+
+
 def test_the_version_is_that_of_the_installed_package() -> None:
     done = run("version")
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"monarch-mesh {monarch.__version__}, Python 3.")
+    assert run("--version").output == run("-V").output == done.output
     assert importlib.metadata.version("monarch-mesh") == monarch.__version__
 
 
@@ -69,22 +82,22 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_command_line_is_one_line_and_status_1(args: list[str], text: str, help_of: str) -> None:
+def test_a_wrong_command_line_is_status_2_and_says_where_the_help_is(args: list[str], text: str, help_of: str) -> None:
     done = run(*args)
-    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (2, "", 2)
     assert done.stderr.startswith(f"monarch: {text}")
-    assert done.stderr.endswith(f" (see {help_of} --help)\n")
+    assert done.stderr.endswith(f"\n  next:  see {help_of} --help\n")
 
 
 @pytest.mark.parametrize(
     ("name", "status", "text"),
     [
-        ("explained", 1, "monarch: 3 is too many; where: rank 1 of {gpus: 2}; next:  take 2\n"),
+        ("explained", 1, "monarch: 3 is too many\n  where: rank 1 of {gpus: 2}\n  next:  take 2\n"),
         ("bare", 1, "monarch: OSError\n"),
         ("interrupt", 130, "\nmonarch: interrupted\n"),
     ],
 )
-def test_an_error_of_a_command_is_one_line(name: str, status: int, text: str) -> None:
+def test_an_error_of_a_command_is_short(name: str, status: int, text: str) -> None:
     done = run("raises", name, command=failing)
     assert (done.exit_code, done.stderr) == (status, text)
 
@@ -97,7 +110,7 @@ def test_a_secret_is_written_to_a_private_file_and_never_printed(tmp_path: Path)
     assert len(written) > 40
     again = run("secret", str(path))
     assert (again.exit_code, again.stdout, path.read_text()) == (1, "", written)
-    assert again.stderr.startswith(f"monarch: {path} is there already; next:")
+    assert again.stderr.startswith(f"monarch: {path} is there already\n  next:")
     assert written.strip() not in done.output + again.output
 
 
@@ -111,7 +124,7 @@ def test_certificates_are_made_and_their_variables_printed(tmp_path: Path) -> No
         f"HYPERACTOR_TLS_CA={folder}/ca.pem",
     ]
     assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "member.pem"]
-    assert run("certs", str(folder)).stderr.startswith(f"monarch: {folder} is there already; next:")
+    assert run("certs", str(folder)).stderr.startswith(f"monarch: {folder} is there already\n  next:")
     assert run("certs", str(tmp_path / "no" / "certs")).stderr.startswith("monarch: [Errno 2] No such file or directory")
 
 

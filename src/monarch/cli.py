@@ -2,8 +2,8 @@
 
 Rules of this file:
     1. Importing it, and asking for help, starts nothing and loads no part of monarch: commands import what they run.
-    2. An error that a user can meet is one line on stderr, and the exit status is 1; Ctrl-C is 130. An error of ours keeps
-       its traceback.
+    2. An error that a user can meet is one line on stderr, with those of `where` and `next` below it, and the exit status
+       is 1; 2 for a wrong command line; Ctrl-C is 130. An error of ours keeps its traceback.
 
 Read next: `demo.py` for the main job.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 _INTERRUPTED = 130
+_WRONG_USE = 2
 _MOST_DEFAULT_PROCS = 8
 
 
@@ -42,19 +43,17 @@ class Commands(click.Group):
             click.echo("monarch: interrupted", err=True)
             sys.exit(_INTERRUPTED)
         except (click.ClickException, OSError, RuntimeError, ValueError, ImportError) as exc:
-            click.echo(f"monarch: {in_one_line(exc)}", err=True)
-            sys.exit(1)
+            click.echo(f"monarch: {in_short(exc)}", err=True)
+            sys.exit(_WRONG_USE if isinstance(exc, click.UsageError) else 1)
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def in_one_line(exc: Exception) -> str:
-    """An error's text without its details, its lines joined."""
-    text = exc.format_message() if isinstance(exc, click.ClickException) else str(exc) or type(exc).__name__
-    lines = (line.strip() for line in text.splitlines())
-    joined = "; ".join(line for line in lines if line and not line.startswith("|"))
+def in_short(exc: Exception) -> str:
+    """An error's text without its details."""
     if isinstance(exc, click.UsageError) and exc.ctx is not None:
-        return f"{joined} (see {exc.ctx.command_path} --help)"
-    return joined
+        return f"{exc.format_message()}\n  next:  see {exc.ctx.command_path} --help"
+    text = exc.format_message() if isinstance(exc, click.ClickException) else str(exc) or type(exc).__name__
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("|"))
 
 
 def version_text() -> str:
@@ -68,9 +67,19 @@ def _default_procs() -> int:
     return min(max(4, os.cpu_count() or 1), _MOST_DEFAULT_PROCS)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-def main() -> None:
+def _print_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(version_text())
+        context.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version.")
+@click.pass_context
+def main(context: click.Context) -> None:
     """Drive a whole cluster from one Python script."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @main.command()

@@ -32,6 +32,7 @@ _HOLD_S = 0.1
 _CLEAR_LINE = "\r\x1b[K"
 _GREETING = "Enter 'help'"
 _ASKS_TOKEN = "token: "
+_UNKNOWN_TOKEN = "-"
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -86,7 +87,7 @@ def run_terminal(job: DebugJob) -> int:
         The exit status.
 
     Raises:
-        OSError: nobody is there, or it did not let us in.
+        OSError: nobody is there, it did not let us in, or the job was killed.
     """
     with connect(job) as sock:
         terminal = Terminal(sock, job) if sys.stdin.isatty() and sys.stdout.isatty() else Pipe(sock, job)
@@ -94,6 +95,8 @@ def run_terminal(job: DebugJob) -> int:
         if not terminal.greeted:
             said = terminal.received.removeprefix(_ASKS_TOKEN).strip() or "it closed the connection"
             raise ConnectionError(explain(said, where=f"{job.host}, port {job.port}", next="--token, or MONARCH_DEBUG_TOKEN, names it"))
+        if terminal.cut_off:
+            raise ConnectionError("the job has ended")
     return 0
 
 
@@ -108,6 +111,17 @@ class _Connection:
         """The server has let us in."""
         self.received = ""
         """What came before that."""
+        self._parted = True
+        """Whether the server has closed, or will close, on purpose; True too of one that was not asked to say so."""
+
+    @property
+    def cut_off(self) -> bool:
+        """The connection has ended without a word: the job was killed, or is out of reach."""
+        return not self._parted
+
+    def _introduce(self, options: str) -> None:
+        self._send(f"token {self._job.token or _UNKNOWN_TOKEN} {options}")
+        self._parted = False
 
     def run(self) -> None:
         """Serve until the connection ends."""
@@ -129,6 +143,9 @@ class _Connection:
             if not data:
                 return ""
             text = self._decoder.decode(data)
+        if text.endswith(_END) and not self._parted:
+            self._parted = True
+            text = text.removesuffix(_END)
         if not self.greeted:
             self.received += text
             self.greeted = _GREETING in self.received
@@ -140,7 +157,7 @@ class Pipe(_Connection):
 
     def run(self) -> None:
         if self._job.token:
-            self._send(f"token {self._job.token}")
+            self._introduce("part")  # without one, the first line of standard input may be it
         threading.Thread(target=self._forward, name="monarch-debug-stdin", daemon=True).start()
         while text := self._receive():
             sys.stdout.write(text)
@@ -180,7 +197,7 @@ class Terminal(_Connection):
         self._readline = _readline()
 
     def run(self) -> None:
-        self._send(f"token {self._job.token or '-'} enquire")
+        self._introduce("enquire part")
         if self._job.pid:
             print(f"pid {self._job.pid}: {self._job.command}")
         signal.signal(signal.SIGUSR1, self._on_news)
@@ -262,7 +279,7 @@ class Terminal(_Connection):
                 line = _END
             break
         asked_token, self._row, self._shown = self._row == _ASKS_TOKEN and not self.greeted, "", 0
-        self._send(f"token {line} enquire" if asked_token else line)
+        self._send(f"token {line} enquire part" if asked_token else line)
 
     def _input(self) -> str:
         typed, self._typed = self._typed if self._row == self._typed_at else "", ""

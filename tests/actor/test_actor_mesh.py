@@ -20,10 +20,16 @@ def actor(*bases, **members):
     return type("Made", bases or (Actor,), {"__module__": __name__, **members})
 
 
-@pytest.mark.parametrize("wrong", [int, object, 5, None, "Actor", Actor(), print, endpoint(plain)], ids=repr)
+@pytest.mark.parametrize("wrong", [int, object, 5, None, "Actor", print, endpoint(plain)], ids=repr)
 def test_only_actor_classes_are_spawned(wrong):
     with pytest.raises(ValueError, match=r"must subclass monarch\.service\.Actor to spawn it\.\n  next:  derive it from monarch\.actor"):
         check_actor_class(wrong)
+
+
+def test_an_object_of_an_actor_class_is_not_spawned():
+    text = r"spawn\(\) makes the actors itself: it takes the class Made and not an object of it\n  next:  write spawn\("
+    with pytest.raises(ValueError, match=text):
+        check_actor_class(actor()())
 
 
 KINDS = {

@@ -83,6 +83,7 @@ def test_a_connection_from_elsewhere_is_nobodys():
 class Writer:
     def __init__(self, broken=False):
         self.written = b""
+        self.closed = False
         self._broken = broken
 
     def write(self, data):
@@ -93,7 +94,10 @@ class Writer:
             raise ConnectionResetError("reset")
 
     def close(self):
-        return
+        self.closed = True
+
+    def is_closing(self):
+        return self.closed
 
 
 def terminal(*pieces, broken=False):
@@ -145,3 +149,12 @@ async def test_a_terminal_that_edits_lines_is_told_when_one_is_expected():
     io.enquires = True
     assert await io.input("monarch_dbg> ") == "list"
     assert io._writer.written == b"monarch_dbg> \x05"
+
+
+async def test_a_terminal_that_asked_for_it_is_told_once_that_its_connection_is_closed_on_purpose():
+    for parts, written in ((False, b""), (True, b"\x04")):
+        io = terminal()
+        io.parts = parts
+        await io.quit()
+        await io.quit()
+        assert io._writer.written == written

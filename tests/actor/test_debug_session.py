@@ -198,6 +198,28 @@ async def test_what_pdb_prints_is_shown_and_what_is_typed_is_read():
     waiting.cancel()
 
 
+async def test_a_session_that_was_let_go_on_runs_until_pdb_asks_again():
+    talk = Talk()
+    await talk.print("-> stop\n(Pdb) ")
+    waiting = asyncio.create_task(talk.read())
+    await settle()
+    assert not talk.session.get_info().running
+    talk.session.send("c")
+    assert talk.session.get_info().running
+    assert await waiting == "c\n"
+    assert talk.session.get_info().running
+    person = Person("detach")
+    attached = asyncio.create_task(talk.session.attach(person))
+    while "runs" not in person.seen:
+        await asyncio.sleep(0)
+    assert person.seen.endswith("actor 2 runs; its prompt comes when it stops at a breakpoint; Ctrl-C detaches\n")
+    await talk.print("-> again\n(Pdb) ", 2)
+    waiting = asyncio.create_task(talk.read())
+    await attached
+    assert "-> again\n(Pdb) Detached" in person.seen and not talk.session.get_info().running
+    waiting.cancel()
+
+
 async def test_one_line_is_sent_without_attaching():
     talk = Talk()
     await talk.session.attach(Person(), "p 1")

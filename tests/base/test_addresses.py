@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch._base.addresses import Address, canonical_service, is_ip, native_spelling, parse_address, parse_worker_address
+from monarch._base.addresses import (
+    Address,
+    canonical_service,
+    is_ip,
+    native_spelling,
+    parse_address,
+    parse_dialled_address,
+    parse_worker_address,
+)
 
 names = st.from_regex(r"[a-z]([a-z0-9_-]{0,10}[a-z0-9])?(\.[a-z][a-z0-9]{0,5}){0,3}", fullmatch=True)
 ipv4 = st.ip_addresses(v=4).map(str)
@@ -202,3 +210,11 @@ def test_a_wildcard_stands_for_every_interface(text, wildcard):
 )
 def test_ids_of_services(text, canonical):
     assert canonical_service(text) == canonical
+
+
+def test_what_is_dialled_has_a_host_and_a_port():
+    assert str(parse_dialled_address("tcp://gate:7000@tcp://*:26600")) == "tcp://gate:7000"
+    assert str(parse_dialled_address("ipc:///run/w.sock")) == "ipc:///run/w.sock"
+    for text in ("tcp://*:26600", "tls://0.0.0.0:1", "tcp://[::]:1", "tcp://a:0", "tcp://a:fd3"):
+        with pytest.raises(ValueError, match=r"can't be dialled: it stands for .*\n  next:  give the host, and the port"):
+            parse_dialled_address(text)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch._base.errors import InternalError, MissingExtraError, did_you_mean, explain, require
+from monarch._base.errors import InternalError, MissingExtraError, did_you_mean, explain, next_of, require, without_next
 
 TEXT = """\
 proc 'trainer' did not report within 30 s
@@ -53,6 +53,12 @@ def test_every_line_of_a_detail_stands_behind_a_bar(what, detail):
 )
 def test_only_a_near_name_is_suggested(name, known, said):
     assert did_you_mean(name, known) == said
+
+
+def test_what_people_can_do_is_taken_out_of_a_text():
+    text = explain("no", where="here", next="try yes", detail="next:  a line")
+    assert (next_of(text), next_of("no")) == ("try yes", "")
+    assert without_next(text) == explain("no", where="here", detail="next:  a line")
 
 
 def test_an_installed_library_is_handed_over():

@@ -384,17 +384,29 @@ def test_a_stream_closes_behind_its_last_answer(ports):
     assert [replies.receive().get(WAIT_S) for _ in range(3)] == [(2, 2), (0, 0), (1, 1)]
 
 
-def test_a_stream_ends_when_a_rank_without_answer_is_gone(ports):
+def test_a_rank_that_is_gone_costs_a_stream_only_its_own_answer(ports):
     replies = stream(ports, View())
     answer(ports, replies.port, 0, "a")
     waits = [replies.receive(), replies.receive()]
     ports.lose(OTHER_GONE, ports.mark())
     assert not waits[1]._done
     ports.lose(GONE, ports.mark())
+    ports.lose(GONE, ports.mark())
+    answer(ports, replies.port, 2, "c")
     assert waits[0].get(WAIT_S) == (0, "a")
-    for future in (waits[1], replies.receive()):
-        with pytest.raises(SupervisionError, match="killed by signal 9"):
-            future.get(WAIT_S)
+    with pytest.raises(SupervisionError, match="killed by signal 9"):
+        waits[1].get(WAIT_S)
+    assert replies.receive().get(WAIT_S) == (2, "c")
+    assert len(ports) == 0
+
+
+def test_each_rank_of_a_stream_that_was_on_a_dead_process_says_so(ports):
+    replies = stream(ports, View(procs=("p1", "p0", "p1")))
+    futures = [replies.receive() for _ in range(3)]
+    ports.lose(GONE, ports.mark())
+    answer(ports, replies.port, 1, "b")
+    assert [error.fault.rank for error in (future.exception(WAIT_S) for future in futures) if error] == [0, 2]
+    assert futures[2].get(WAIT_S) == (1, "b")
     assert len(ports) == 0
 
 
@@ -406,13 +418,15 @@ def test_a_stream_does_not_mind_a_rank_that_goes_behind_its_answer(ports):
     assert [replies.receive().get(WAIT_S) for _ in range(2)] == [(1, "b"), (0, "a")]
 
 
-def test_what_arrived_before_the_break_can_still_be_claimed(ports):
+def test_a_stream_goes_on_behind_an_actor_that_is_dead(ports):
     replies = stream(ports, View())
     answer(ports, replies.port, 0, "a")
     die(ports, replies.port)
     assert replies.receive().get(WAIT_S) == (0, "a")
     with pytest.raises(SupervisionError, match="ValueError: no"):
         replies.receive().get(WAIT_S)
+    answer(ports, replies.port, 2, "c")
+    assert replies.receive().get(WAIT_S) == (2, "c")
 
 
 def test_a_dead_actor_ends_a_channel_that_it_was_to_answer(ports):

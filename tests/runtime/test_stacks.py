@@ -63,6 +63,14 @@ def test_only_the_users_part_of_a_stack_is_kept(files, lines):
     assert trimmed(*files) == lines
 
 
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [((), True), ((THREADING, OURS, "user.py"), False), (("user.py", OURS), True), (("user.py", THREADING), True), ((ASYNCIO,), True)],
+)
+def test_a_thread_waits_if_its_innermost_frame_does(files, waits):
+    assert stacks.waits(places(*files)) == waits
+
+
 def test_a_stack_that_waits_in_the_debugger_is_a_line_that_says_so():
     inner = (bdb.__file__, pdb.__file__, cmd.__file__, REMOTE_PDB, REMOTE_PDB, THREADING)
     assert stacks.told(places(THREADING, OURS, "user.py", *inner)) == (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monarch._runtime.board import Entry
-from monarch._runtime.stalls import Finding, Limits, Look, Stalls, describe
+from monarch._runtime.stalls import Finding, Limits, Look, Stalls, blame_holder, describe
 from monarch._wire.observation_messages import Stalled
 
 NAME = "<root>.<a.Worker w{'gpus': 2/3}>"
@@ -193,6 +193,13 @@ def test_a_notice_of_a_stopped_process_says_when_it_is_killed():
         "  where: proc w-2<x>, pid 123, host node7",
         "  next:  nothing was ended; kill -CONT lets it run on; if it stays stopped, its host agent kills it in 5.0 s",
     ]
+
+
+@pytest.mark.parametrize(("running", "slot"), [((), 1), ((7,), 2), ((9,), 1), ((7, 9), 1), ((7, 8), 1)])
+def test_a_silent_interpreter_is_blamed_on_an_actor_only_if_no_other_thread_can_hold_the_lock(running, slot):
+    entries = [actor(1, since_s=1.0)._replace(thread=8), actor(2, since_s=2.0)._replace(thread=7)]
+    finding = blame_holder(Finding("interpreter", entries[0], 5.0), entries, running)
+    assert finding == Finding("interpreter", entries[slot - 1], 5.0)
 
 
 def test_what_a_finding_is_about_is_the_endpoint_that_it_means():

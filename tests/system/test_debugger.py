@@ -273,11 +273,14 @@ def test_control_c_while_something_runs_detaches_from_it(procs, port):
         screen.wait(TOP)
         screen.enter("attach debuggee 0")
         screen.wait(PDB)
-        screen.enter("import threading; print('bu' + 'sy'); threading.Event().wait(1.5)")
+        screen.enter("import threading; print('bu' + 'sy'); threading.Event().wait(2)")
         screen.wait("busy\n")
         screen.type("\x03")
         screen.wait(rf"Detached from debug session for debuggee 0 .*\n{TOP}", timeout=1.4)
+        screen.enter("list")
+        screen.wait(r"\| debuggee \| 0 .* \| \(runs\) +\| +\|")
         screen.enter("attach debuggee 0")
+        screen.wait("debuggee 0 runs; its prompt comes when it stops at a breakpoint; Ctrl-C detaches\n")
         screen.wait(PDB)
         screen.enter("c")
         assert answer.get(WAIT_S) == 4
@@ -718,7 +721,24 @@ def test_a_job_that_ends_while_it_is_debugged_leaves_nothing(way):
             assert not done.leftovers, str(done)
             if way == "interrupt":
                 assert "has ended: the job ends" in screen.wait_end()
-            assert screen.exit_status() == 0
+                assert screen.exit_status() == 0
+            else:
+                assert screen.exit_status() == 1
+                assert "monarch: the job has ended" in screen.text
+
+
+def test_a_pipe_into_a_job_that_is_killed_says_so():
+    with start_job(0) as run:
+        port = int(wait_stderr(run, r"port (\d+)")[1])
+        command = [sys.executable, "-m", "monarch", "debug", "--port", str(port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as piped:
+            piped.stdin.write(b"list\n")
+            piped.stdin.flush()
+            while b"worker" not in piped.stdout.readline():
+                continue
+            os.kill(run.pid, signal.SIGKILL)
+            assert piped.wait(WAIT_S) == 1
+            assert piped.stderr.read() == b"monarch: the job has ended\n"
 
 
 def test_a_server_that_can_not_start_fails_the_breakpoint():

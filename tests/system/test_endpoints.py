@@ -815,6 +815,27 @@ def test_other_attributes_of_the_class_are_placeholders_that_say_what_to_do(echo
         echo.ecko
 
 
+def test_a_wrong_form_of_a_call_says_the_right_one(echo):
+    for name, adverb in (("call", "call"), ("callone", "call_one"), ("brodcast", "broadcast")):
+        text = rf"^{adverb} belongs to an endpoint: write mesh.<endpoint>.{adverb}\(...\)\n  where: class"
+        with pytest.raises(AttributeError, match=text):
+            getattr(echo, name)
+    text = r"an endpoint has no attribute 'callone'; did you mean 'call_one'\?\n  where: echo\.echo\n  next:  call it by call, call_one"
+    with pytest.raises(AttributeError, match=text):
+        echo.echo.callone(1)
+    assert not hasattr(echo.echo, "value")
+    plain = r"Echo\.echo is an endpoint: it is called through the mesh that spawn\(\) returned\n  next:  write mesh\.echo\.call"
+    with pytest.raises(AttributeError, match=plain):
+        Echo().echo.call(3)
+    with pytest.raises(TypeError, match=plain):
+        Echo().echo(3)
+    assert not hasattr(Echo.echo, "shape")
+
+
+def test_a_mesh_lists_its_endpoints(echo):
+    assert {"echo", "rank", "slice", "extent"} <= set(dir(echo))
+
+
 # --- sugar -----------------------------------------------------------------------------------------------------------
 
 
@@ -994,7 +1015,7 @@ def test_endpoints_show_themselves_and_do_not_travel(procs, echo):
         pickle.dumps(echo.echo)
     with pytest.raises(TypeError, match=r"an endpoint can't be pickled"):
         echo.echo.call(echo.rank)
-    assert repr(echo).startswith("ActorMesh(class=<class 'system.actors.Echo'>, shape={gpus=2}), inner=echo-")
+    assert repr(echo).startswith("ActorMesh(class=<class 'system.actors.Echo'>, shape={gpus=2}, inner=echo-")
 
 
 async def test_a_client_with_a_loop_awaits_gathers_and_times_out(echo):

@@ -326,6 +326,7 @@ def error(address):
 
 configure(mesh_attach_config_timeout="300ms")
 print(error("tcp://localhost:1"))
+print(error("tcp://no.such.host.invalid:1"))
 configure(mesh_attach_config_timeout="20s")
 print(error("nonsense"))
 attach(first)
@@ -340,7 +341,8 @@ for loop in loops:
     loop.get(timeout=10)
 """
     lines = run_script(source).check().stdout
-    assert "attach failed: the gateway tcp://localhost:1 did not answer\n  where: Connection refused" in lines
+    assert "attach failed: the gateway tcp://localhost:1 did not answer\n  where: Connection refused\n  next:  check that" in lines
+    assert "host name 'no.such.host.invalid' cannot be resolved: Name or service not known\n  next:  see /etc/hosts" in lines
     assert "invalid worker address 'nonsense'" in lines
     assert "this client is already attached to the gateway ipc:///tmp/mga-" in lines
     assert "use a new process" in lines

@@ -97,6 +97,7 @@ def test_certificates_of_the_job_encrypt_what_passes(hosts, tmp_path):
         assert "ValueError: a client at tls://" in none.stdout and "needs a certificate" in none.stdout
         plain = attach(c, [a.url(26600)])
         assert failed_s(plain) < 3 and "this is a tls:// address; you dialled tcp://" in plain.stdout, plain
+        assert "next:  dial tls:// there" in plain.stdout
 
 
 def test_certificates_and_a_secret_are_both_asked_for(hosts, tmp_path):

@@ -10,6 +10,7 @@ import os
 import shlex
 import stat
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -320,6 +321,33 @@ def test_with_python_executable_serves_direct_and_nested_spawns(tmp_path):
     procs.stop().get(WAIT_S)
 
 
+def test_a_module_that_spawns_when_a_proc_imports_it_is_told_to_do_so_elsewhere(tmp_path, run_script):
+    (tmp_path / "eager.py").write_text(
+        textwrap.dedent("""
+            from monarch.actor import Actor, endpoint, this_host
+
+            class Worker(Actor):
+                @endpoint
+                def step(self): ...
+
+            worker = this_host().spawn_procs(per_host={"gpus": 1}).spawn("worker", Worker)
+        """)
+    )
+    done = run_script(
+        """
+        import sys
+        import monarch.actor
+        monarch.actor.unhandled_fault_hook = lambda failure: None
+        sys.path.insert(0, sys.argv[1])
+        import eager
+        print(eager.worker.step.call().exception(20))
+        """,
+        args=[str(tmp_path)],
+    ).check()
+    assert "module 'eager' asks for its host or spawns when it is imported" in done.stdout
+    assert "eager.py, line 8" in done.stdout and 'move that under `if __name__ == "__main__":`' in done.stdout
+
+
 def test_procs_get_the_environment_directory_and_path_of_the_moment(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("VALUE = 17\n")
     monkeypatch.setenv("OF_THE_MOMENT", "now")
@@ -366,6 +394,14 @@ def test_a_slice_of_a_mesh_that_is_still_starting_can_be_spawned_on():
     procs = this_host().spawn_procs({"gpus": 4})
     assert procs.slice(gpus=slice(1, 3)).spawn("echo", Echo).rank.call().get(WAIT_S).values() == [0, 1]
     procs.stop().get(WAIT_S)
+
+
+def test_a_wrong_keyword_of_spawn_procs_says_what_was_meant():
+    for wrong in ({"gpus": 2}, {"per_hosts": {"gpus": 2}}):
+        with pytest.raises(TypeError, match=r"spawn_procs\(\) has no argument '.*'; did you mean per_host=\{'gpus': 2\}\?\n  next:  its"):
+            this_host().spawn_procs(**wrong)
+    with pytest.raises(TypeError, match=r"has no argument 'nam'; did you mean 'name'\?"):
+        this_host().spawn_procs(nam="x")
 
 
 def test_wrong_classes_and_arguments_are_refused_at_the_spawn(procs):

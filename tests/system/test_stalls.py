@@ -216,6 +216,24 @@ def test_a_held_interpreter_lock_is_noticed_with_the_frame_that_holds_it_and_not
     assert len(notices.texts) == 1
 
 
+def test_a_held_interpreter_lock_is_blamed_on_the_actor_that_holds_it_and_not_on_one_that_waits(notices: Notices) -> None:
+    procs = spawn(1, stall_interpreter_limit="1s")
+    holder = procs.spawn("holder", Worker)
+    waiter = procs.spawn("waiter", Worker)
+    waiting = waiter.call_own_mesh.call_one(waiter)
+    wait_until(lambda: any(row.waiting for row in procs.activity().get(10)))
+    holding = holder.hold_interpreter_lock.call_one(4)
+    [text] = notices.wait(1)
+    assert text.startswith("interpreter does not answer: endpoint=hold_interpreter_lock actor=")
+    assert "Worker holder{" in text.splitlines()[0]
+    assert text.index("Worker holder{'procs': 0/1}>:") < text.index("Worker waiter{'procs': 0/1}>:")
+    late = str(error_of_late(procs.spawn("third", Worker).pid.call_one(), 0.9))
+    assert "rank 0: not there yet: its interpreter has not answered for" in late
+    holding.get(10)
+    waiting.get(10)
+    procs.stop().get(15)
+
+
 def test_dumping_a_process_interrupts_no_system_call_of_the_user(notices: Notices) -> None:
     procs = spawn(1, stall_interpreter_limit="200ms")
     worker = procs.spawn("worker", Worker)

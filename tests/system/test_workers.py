@@ -1,10 +1,13 @@
 """Worker loops on this host: several clients' meshes over the same loops."""
 
 import os
+import re
 
 import pytest
 
 from monarch.actor import Actor, attach_to_workers, endpoint, start_worker_loop_forever
+from monarch.actor.process import this_process
+from system.waiting import wait_until
 
 TRUST = "trust_all_connections"
 
@@ -79,6 +82,40 @@ def test_a_loop_that_never_comes_is_named(monkeypatch):
         hosts = attach_to_workers(ca=TRUST, workers=["ipc:///tmp/nobody-is-here"])
         with pytest.raises(RuntimeError, match=r"attach failed: config push failed.* on 1 host.*\n  next: .*\n    \| .*nobody-is-here"):
             hosts.initialized.get(timeout=10)
+
+
+def test_a_time_out_says_why_a_host_could_not_be_reached_so_far():
+    hosts = attach_to_workers(ca=TRUST, workers=["tcp://no.such.host.invalid:26600", "ipc:///tmp/nobody-is-here"])
+    router = this_process().proc.router
+    wait_until(lambda: all(router.story_of(agent) for agent in hosts.initialized and hosts._here()))
+    procs = hosts.spawn_procs()
+    for future in (hosts.initialized, procs.initialized, procs.spawn("worker", Worker).pid.call()):
+        with pytest.raises(TimeoutError) as caught:
+            future.get(timeout=0.3)
+        assert re.search(r"^  .*: host name 'no.such.host.invalid' cannot be resolved: ", str(caught.value), re.MULTILINE), caught.value
+        assert "No such file or directory" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("workers", "error", "text"),
+    [
+        ("tcp://a:1", TypeError, r"workers is the string 'tcp://a:1'; expected a list of addresses\n  next:  write workers=\['tcp://a:1'\]"),
+        ([26600], TypeError, "26600 is no address of a worker; expected a string"),
+        (["tcp://*:26600"], ValueError, r"'tcp://\*:26600' can't be dialled: it stands for every interface\n  next:  give the host"),
+        (["tcp://0.0.0.0:26600"], ValueError, "it stands for every interface"),
+        (["tls://a:0"], ValueError, "it stands for any free port"),
+        (["tcp://a:fd3"], ValueError, "it stands for a socket of the worker"),
+    ],
+)
+def test_what_can_not_be_attached_to_is_refused(workers, error, text):
+    with pytest.raises(error, match=text):
+        attach_to_workers(ca=TRUST, workers=workers)
+
+
+@pytest.mark.parametrize(("function", "keyword"), [(attach_to_workers, "workers"), (start_worker_loop_forever, "address")])
+def test_an_argument_by_position_is_told_its_keyword(function, keyword):
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) takes its arguments by keyword\n  next:  write .*\({keyword}='x'\)"):
+        function("x")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,22 @@ def parse_worker_address(text: str) -> WorkerAddress:
     return halves
 
 
+def parse_dialled_address(text: str) -> Address:
+    """What a client dials to reach a worker.
+
+    Raises:
+        ValueError: malformed, or an address that can be bound only.
+        NotImplementedError: as `parse_address`.
+    """
+    address = parse_worker_address(text).advertised
+    if address.is_network and (address.is_wildcard or address.fd is not None or not address.port):
+        what = "every interface" if address.is_wildcard else "any free port" if address.fd is None else "a socket of the worker"
+        raise ValueError(
+            explain(f"{text!r} can't be dialled: it stands for {what}", next="give the host, and the port, that the worker's log shows")
+        )
+    return address
+
+
 def native_spelling(address: Address) -> str:
     """The short form that ids and logs show: `tcp:10.0.0.7:26600`, `unix:@name`, `local:3`."""
     kind = {"ipc": "unix", "inproc": "local"}.get(address.scheme, address.scheme)

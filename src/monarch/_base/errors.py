@@ -14,6 +14,8 @@ import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
+_NEXT = "  next:  "
+
 
 def explain(what: str, *, where: str = "", next: str = "", detail: str = "") -> str:
     """Render an error text.
@@ -31,17 +33,32 @@ def explain(what: str, *, where: str = "", next: str = "", detail: str = "") -> 
     if where:
         lines.append(f"  where: {where}")
     if next:
-        lines.append(f"  next:  {next}")
+        lines.append(f"{_NEXT}{next}")
     lines.extend(f"    | {line}" for line in detail.splitlines())
     return "\n".join(lines)
 
 
+def next_of(text: str) -> str:
+    """What an error's text itself says that people can do; "" when it says nothing."""
+    return next((line.removeprefix(_NEXT) for line in text.splitlines() if line.startswith(_NEXT)), "")
+
+
+def without_next(text: str) -> str:
+    """An error's text without what people can do, for where many are shown and that is said once."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith(_NEXT))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known name nearest to `name` as "; did you mean 'x'?", or "" when none is near."""
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name nearest to `name`; "" when none is near."""
     import difflib  # 2 ms of everybody's import for a sentence that few ever read
 
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 class InternalError(RuntimeError):

@@ -167,13 +167,6 @@ class Greeter:
                 return
             oldest.give_up(f"no proof within {_GREETING_S:g} s", "slow")
 
-    def tls_differs(self, preface: Preface) -> str:
-        """What is wrong with a preface that asks for TLS where there is none, or the other way round; else ""."""
-        if preface.tls == self.tls:
-            return ""
-        wanted, came = ("tls", "tcp") if self.tls else ("tcp", "tls")
-        return f"this is a {wanted}:// address; you dialled {came}://"
-
     def remove(self, greeting: Greeting) -> None:
         """It is over."""
         if greeting in self._greetings:
@@ -266,8 +259,9 @@ class Greeting:
             if self._over or self._reader.needed():
                 return
             preface = self._preface = self._reader.preface
-            if self._greeter.tls_differs(preface):
-                raise HandshakeError(self._greeter.tls_differs(preface))
+            if preface.tls != self._greeter.tls:
+                wanted, came = ("tls", "tcp") if self._greeter.tls else ("tcp", "tls")
+                raise HandshakeError(f"this is a {wanted}:// address; you dialled {came}://", next=f"dial {wanted}:// there")
         except HandshakeError as exc:
             self.refuse(StatusCode.REFUSED, str(exc))
             return

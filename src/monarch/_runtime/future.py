@@ -22,12 +22,14 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch._base.errors import explain
 from monarch._net.loop import wake
+from monarch._runtime.unread import Unread
 
 if TYPE_CHECKING:
     import asyncio
@@ -49,6 +51,7 @@ Story = Callable[["Future[Any]", float], str]
 _story: Story | None = None
 """What people want to know of a future that is late, given how long it may take to find out."""
 _STORY_S = 0.25
+_whys: weakref.WeakKeyDictionary[Future[Any], Callable[[], str]] = weakref.WeakKeyDictionary()
 
 
 def explain_lateness_by(story: Story | None) -> Story | None:
@@ -58,6 +61,11 @@ def explain_lateness_by(story: Story | None) -> Story | None:
     return before
 
 
+def tell_when_late(future: Future[Any], why: Callable[[], str]) -> None:
+    """Let time-outs of a future that is no call's say what it waits for, as lines; `why` must not wait, or refer to `future`."""
+    _whys[future] = why
+
+
 def drive_while_waiting(loop: Loop | None) -> Loop | None:
     """Let threads that block in `Future.get` handle the network of `loop` meanwhile; the loop before."""
     global _net_loop
@@ -65,7 +73,7 @@ def drive_while_waiting(loop: Loop | None) -> Loop | None:
     return before
 
 
-class Future(Generic[R]):
+class Future(Unread, Generic[R]):
     """The outcome of an operation that is already under way. Thread: any.
 
     Dropping a future, or timing out on it, neither cancels the operation nor hurts whoever runs it.
@@ -241,7 +249,7 @@ class Future(Generic[R]):
         return heir
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Future can't be pickled: it belongs to this process; send the value, or the mesh")
+        raise TypeError("a Future can't be pickled: it belongs to this process; send the value, which get() or await gives, or the mesh")
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"
@@ -376,11 +384,12 @@ def check_timeout(timeout: Any, *, zero: bool = True) -> None:
 def _timed_out(future: Future[Any], timeout: float | None) -> TimeoutError:
     text = f"no outcome within {timeout:g} s; the operation goes on, and a later get() can still have it"
     # Who polls with short time-outs is not to wait much longer than that for the text of an error.
-    story = _story(future, min(timeout or 0.0, _STORY_S)) if _story is not None else ""
+    why = _whys.get(future)
+    story = why() if why is not None else _story(future, min(timeout or 0.0, _STORY_S)) if _story is not None else ""
     return TimeoutError(f"{text}\n{story}" if story else text)
 
 
 def _warn_blocking() -> None:
     text = 'Future.get() blocks the active event loop of this thread; write "await future" or use as_asyncio()'
-    _logger.warning(text, extra={"context": "asyncio"})
+    _logger.debug(text, extra={"context": "asyncio"})  # for who collects logs; people read the warning
     warnings.warn(text, UserWarning, stacklevel=3)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch._base.errors import without_next
 from monarch._base.ids import agent_at, by_agent
 from monarch._runtime.dumps import ranks_text
 from monarch._runtime.future import Future
@@ -91,19 +92,25 @@ class Question:
             lines.append(f"  and {ranks_text([target.mesh_ranks[rank] for rank in missing[_MAX_LINES:]])}")
         return "\n".join(lines)
 
-    def _rows(self) -> dict[str, ActorActivity]:
-        """The target's actors by proc, from the answers that are there."""
+    def _rows(self) -> Sequence[ActorActivity]:
+        """The actors of the procs, from the answers that are there."""
         rows = self._proc.board.rows(self._proc.ref, os.getpid(), "")
         for answer in self.answers:
             if answer._done and answer._error is None:
                 rows += answer.get().actors
-        return {row.proc: row for row in rows if row.mesh and self._target.actor.endswith(row.mesh)}
+        return rows
 
-    def _doing(self, rank: int, rows: dict[str, ActorActivity]) -> str:
+    def _doing(self, rank: int, rows: Sequence[ActorActivity]) -> str:
         ref, known = self._target.refs[rank], all(answer._done for answer in self.answers)
-        row = rows.get(ref.uid)
+        there = [row for row in rows if row.proc == ref.uid]
+        row = next((row for row in there if row.mesh and self._target.actor.endswith(row.mesh)), None)
         if row is None:
-            return "no such actor there, or none yet" if known else "its host agent has not said what it does"
+            if any(row.silent_s or row.state in ("stopped", "gone") for row in there):
+                return f"not there yet: {of_process(there[0])}"
+            if known:
+                return "no such actor there, or none yet"
+            reason = without_next(self._proc.router.story_of(agent_at(ref.host))) if ref.host else ""
+            return f"its host can't be reached: {reason}" if reason else "its host agent has not said what it does"
         text = doing(row)
         if ref.uid == self._proc.ref.uid and self._target.actor == self._target.caller and row.endpoint is not None:
             text += "; that is this very actor: it waits for its own mesh, and handles no other message meanwhile"
@@ -112,9 +119,7 @@ class Question:
 
 def doing(row: ActorActivity) -> str:
     """What an actor does, in words."""
-    parts = []
-    if row.state in ("stopped", "gone"):
-        parts.append("its process is stopped by a signal" if row.state == "stopped" else "its process has ended")
+    parts = [of_process(row)] if row.state in ("stopped", "gone") else []
     if row.endpoint is not None:
         parts.append(f"busy for {row.running_s:.1f} s in {row.endpoint!r}")
         if row.debugged:
@@ -126,5 +131,16 @@ def doing(row: ActorActivity) -> str:
     if row.waiting:
         parts.append(f"{row.waiting} waiting")
     if row.silent_s:
-        parts.append(f"its interpreter has not answered for {row.silent_s:.1f} s")
+        parts.append(_silence(row))
     return ", ".join(parts)
+
+
+def of_process(row: ActorActivity) -> str:
+    """What keeps the whole process of an actor from moving."""
+    if row.state in ("stopped", "gone"):
+        return "its process is stopped by a signal" if row.state == "stopped" else "its process has ended"
+    return _silence(row)
+
+
+def _silence(row: ActorActivity) -> str:
+    return f"its interpreter has not answered for {row.silent_s:.1f} s"

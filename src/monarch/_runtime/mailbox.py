@@ -395,7 +395,10 @@ class Gather:
 
 
 class Stream:
-    """Hands each next message, in arrival order, to the next future asked for (`stream`, channels)."""
+    """Hands each next message, in arrival order, to the next future asked for (`stream`, channels).
+
+    A rank that is gone has answered, too: with its `SupervisionError`. What the others answer is not lost behind that.
+    """
 
     __slots__ = ("__weakref__", "_answered", "_broken", "_decode", "_lock", "_pending", "_ports", "_queue", "_remaining", "_target", "port")
 
@@ -409,7 +412,7 @@ class Stream:
         self._remaining = None if target is None else len(target.procs)
         self._decode = decode
         self._lock = threading.RLock()
-        self._queue: deque[tuple[int, Reply]] = deque()
+        self._queue: deque[tuple[int, Reply] | Exception] = deque()
         self._pending: deque[Future[Any]] = deque()
         self._answered: set[int] = set()
         self._broken: BaseException | None = None
@@ -420,7 +423,7 @@ class Stream:
         future: Future[Any] = Future._new()
         with self._lock:
             if self._queue:
-                future._complete(self._queue.popleft(), self._decode)
+                self._hand(future, self._queue.popleft())
             elif self._broken is not None:
                 future._fail(self._broken)
             else:
@@ -432,11 +435,28 @@ class Stream:
         self._ports.close(self.port)
 
     def on_message(self, rank: int, flags: int, payload: Buffer, buffers: Sequence[memoryview]) -> None:
-        if flags & Flag.DEAD:
-            fault = messages.decode_fault(payload)
-            self._break(fault if self._target is None else self._target.amend(fault))
+        if not flags & Flag.DEAD:
+            self._put(rank, (rank, Reply(flags, payload, buffers)))
+        elif self._target is not None:
+            self._bury(rank, self._target.amend(messages.decode_fault(payload)))
+        else:
+            self.close()
+            self.fail(supervision_error("port", messages.decode_fault(payload)))
+
+    def on_lost(self, exited: ProcExited) -> None:
+        if self._target is None:
             return
-        item = (rank, Reply(flags, payload, buffers))
+        for rank, uid in enumerate(self._target.procs):
+            if uid == exited.proc.uid:
+                self._bury(rank, self._target.blame(rank, exited))
+
+    def _bury(self, rank: int, fault: Fault) -> None:
+        assert self._target is not None
+        with self._lock:
+            if rank not in self._answered:
+                self._put(rank, supervision_error(self._target.endpoint, fault))
+
+    def _put(self, rank: int, item: tuple[int, Reply] | Exception) -> None:
         with self._lock:
             future = self._pending.popleft() if self._pending else None
             if future is None:
@@ -447,19 +467,13 @@ class Stream:
                 if not self._remaining:
                     self.close()
         if future is not None:
+            self._hand(future, item)
+
+    def _hand(self, future: Future[Any], item: tuple[int, Reply] | Exception) -> None:
+        if isinstance(item, Exception):
+            future._fail(item)
+        else:
             future._complete(item, self._decode)
-
-    def on_lost(self, exited: ProcExited) -> None:
-        if self._target is None:
-            return
-        for rank, uid in enumerate(self._target.procs):
-            if uid == exited.proc.uid and rank not in self._answered:
-                self._break(self._target.blame(rank, exited))
-                return
-
-    def _break(self, fault: Fault) -> None:
-        self.close()
-        self.fail(supervision_error("port" if self._target is None else self._target.endpoint, fault))
 
     def fail(self, error: Exception) -> None:
         with self._lock:

@@ -88,6 +88,11 @@ def _only_waits(place: Place) -> bool:
     return _is_ours(place) or place.file.startswith(_WAITING)
 
 
+def waits(places: Sequence[Place]) -> bool:
+    """Whether a thread just waits: in our own code, for a lock or in an event loop. One without frames does."""
+    return not places or _only_waits(places[-1])
+
+
 def told(places: Sequence[Place]) -> str:
     """The user's part of a stack as text; of one that waits in the debugger, a line that says so."""
     shown = trim(places)

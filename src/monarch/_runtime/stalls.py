@@ -183,6 +183,16 @@ def _busiest(entries: Sequence[Entry]) -> Entry | None:
     return min((entry for entry in entries if entry.since_s), key=lambda entry: entry.since_s, default=None)
 
 
+def blame_holder(finding: Finding, entries: Sequence[Entry], running: Sequence[int]) -> Finding:
+    """A silent interpreter's finding, told of the actor that holds the interpreter lock, if the stacks tell which does.
+
+    Args:
+        running: idents of the threads whose innermost frame does not just wait. Of several nobody knows which it is.
+    """
+    holder = next((entry for entry in entries if [entry.thread] == list(running)), None)
+    return finding if holder is None else finding._replace(entry=holder)
+
+
 # --- what people read ----------------------------------------------------------------------------------------------
 
 _WHAT = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from monarch._base.ids import ProcRef
 from monarch._base.knobs import nanos
 from monarch._net.loop import NetLoop
 from monarch._runtime import board, dumps, stacks
-from monarch._runtime.stalls import Finding, Limits, Look, Stalls
+from monarch._runtime.stalls import Finding, Limits, Look, Stalls, blame_holder
 from monarch._wire import messages, zygote_messages
 from monarch._wire.frames import Buffer
 from monarch._wire.messages import ProcExited
@@ -173,7 +173,7 @@ class Watcher:
         if finding.kind == "stopped":
             tell("")
         elif finding.kind == "interpreter" or finding.entry is None:
-            self._dump(watched, lambda threads: tell(self._all_text(watched, threads)))
+            self._dump(watched, lambda threads: self._tell_of_silence(watched, finding, threads))
         else:
             self._ask_stack(watched, finding.entry, tell)
 
@@ -190,9 +190,15 @@ class Watcher:
         port = self._request(watched, Stacks([entry.thread]), on_answer)
         timer = self._loop.call_later(_PATIENCE_S, give_up)
 
-    def _all_text(self, watched: _Watched, threads: dict[int, list[stacks.Place]]) -> str:
-        """Every thread with code of the user's, actors first: nobody knows which of them holds the interpreter lock."""
-        names = {entry.thread: entry.display for entry in sorted(board.look(watched.path), key=lambda entry: not entry.since_s)}
+    def _tell_of_silence(self, watched: _Watched, finding: Finding, threads: dict[int, list[stacks.Place]]) -> None:
+        entries = board.look(watched.path)
+        running = [thread for thread, places in threads.items() if not stacks.waits(places)]
+        self._tell_of(watched, blame_holder(finding, entries, running), self._all_text(entries, threads, running))
+
+    def _all_text(self, entries: Sequence[board.Entry], threads: dict[int, list[stacks.Place]], running: Sequence[int]) -> str:
+        """Every thread with code of the user's, actors first, and those in front that may hold the interpreter lock."""
+        entries = sorted(entries, key=lambda entry: (entry.thread not in running, not entry.since_s))
+        names = {entry.thread: entry.display for entry in entries}
         others = [thread for thread in threads if thread not in names]
         parts = [(names.get(thread, "another thread"), stacks.told(threads.get(thread, []))) for thread in (*names, *others)]
         return stacks.join([part for part in parts if part[1]][:_MAX_THREADS])

@@ -14,8 +14,8 @@ pickler gives those to its file uncopied, as pieces of their own; they become th
 with `_CUT` and the places of the cuts, and `_Stitched` puts them back while unpickling. So they travel out of band from any
 depth, and what arrives is exactly what was sent.
 
-Read next: `tensors.py` for arrays and tensors, `exceptions.py` for exceptions, `_net/local.py` for how buffers cross to
-another process of this host.
+Read next: `tensors.py` for arrays and tensors, `exceptions.py` for exceptions, `culprit.py` for what can't be pickled,
+`_net/local.py` for how buffers cross to another process of this host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copyreg import dispatch_table as _copyreg_table
 from functools import lru_cache
 from types import CodeType, FunctionType, NoneType
 from typing import Any
-
-from monarch._base.errors import explain
 
 OUT_OF_BAND_BYTES = 4096
 """Buffers below this are copied into the payload: measured, a buffer of its own costs what copying 4 KiB costs."""
@@ -46,8 +44,12 @@ _only_scalars = _SCALARS.issuperset
 _only_builtins = (_SCALARS | {tuple, list, dict, set, bytes, bytearray}).issuperset
 
 
-def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
+def dumps(value: Any, *, parts: Sequence[str] = (), result_of: str = "") -> tuple[bytes, list[memoryview]]:
     """`value` as small bytes plus out-of-band buffers.
+
+    Args:
+        parts: what errors call the items of `value`, a tuple; without them a pair of a tuple and a dict is a call's arguments.
+        result_of: the endpoint whose result `value` is, for errors.
 
     Returns:
         The payload, and C-contiguous byte views over memory of `value` itself (each keeps its owner alive).
@@ -67,8 +69,8 @@ def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
             if _only_scalars(map(type, kwargs)) and _only_scalars(map(type, kwargs.values())):
                 return pickle.dumps(value, 5), []
         elif not _only_builtins(map(type, args)):
-            return _dumps_named(value)
-    return (pickle.dumps(value, 5), []) if _is_plain(value, 4) else _dumps_named(value)
+            return _dumps_named(value, parts, result_of)
+    return (pickle.dumps(value, 5), []) if _is_plain(value, 4) else _dumps_named(value, parts, result_of)
 
 
 def loads(payload: bytes | bytearray | memoryview, buffers: Sequence[memoryview] = ()) -> Any:
@@ -265,11 +267,13 @@ def _reduce_code(code: Any, pickler: Any) -> Any:
     return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
 
-def _dumps_named(value: Any) -> tuple[bytes, list[memoryview]]:
+def _dumps_named(value: Any, parts: Sequence[str], result_of: str) -> tuple[bytes, list[memoryview]]:
     try:
         return _dumps_rich(value)
     except Exception as exc:
-        _name_culprit(exc, value)
+        from monarch._wire.culprit import blame
+
+        blame(exc, value, _travels, parts=parts, result_of=result_of)
         raise
 
 
@@ -301,52 +305,6 @@ def _look_for_libraries() -> None:
         _reducers.update(reducers_of(name, library))
         if name in _awaited:
             _awaited.remove(name)
-
-
-def _name_culprit(exc: Exception, value: Any) -> None:
-    """Extend the text of `exc` (or add a note, when the text is not ours to write) with the part that cannot travel."""
-    try:
-        path, culprit = _find_culprit(value)
-    except Exception as failure:  # the user's properties and comparisons run here
-        exc.add_note(f"  (looking for the part that cannot travel raised {failure!r})")
-        return
-    kind = type(culprit)
-    where = f"{path}, of type {kind.__module__}.{kind.__qualname__}"
-    if type(exc) in (TypeError, AttributeError, pickle.PicklingError) and len(exc.args) == 1:
-        exc.args = (explain(str(exc.args[0]), where=where, next="pass what it is made from, or give its class a __reduce__"),)
-    else:
-        exc.add_note(f"  where: {where}")
-
-
-def _find_culprit(value: Any) -> tuple[str, Any]:
-    is_call = type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
-    path = "" if is_call else "value"
-    for _ in range(8):
-        for step, child in _children(value):
-            if not _travels(child):
-                path, value = path + step, child
-                break
-        else:
-            break
-    if is_call and path[:4] in ("[0][", "[1]["):
-        name, _, rest = path[4:].partition("]")
-        return f"argument {name}{rest}", value
-    return path or "value", value
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value[:1000]):
-            yield f"[{index}]", item
-    elif isinstance(value, dict):
-        for key, item in list(value.items())[:1000]:
-            yield f"[{key!r}]", item
-    elif isinstance(value, FunctionType) and value.__closure__:
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
-            yield f".<variable {name!r}>", cell.cell_contents
-    else:
-        for name, item in list(getattr(value, "__dict__", {}).items())[:1000]:
-            yield f".{name}", item
 
 
 def _travels(value: Any) -> bool:

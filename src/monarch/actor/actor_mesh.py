@@ -23,7 +23,7 @@ from monarch._runtime.future import Future
 from monarch._wire import messages
 from monarch._wire.messages import Fault, ProcExited
 from monarch.actor.base import Actor, hook_of
-from monarch.actor.endpoint import Endpoint, EndpointProperty, NotAnEndpoint
+from monarch.actor.endpoint import Endpoint, EndpointProperty, NotAnEndpoint, nearest_adverb
 from monarch.actor.process import this_process
 
 if TYPE_CHECKING:
@@ -129,14 +129,21 @@ class ActorMesh(ShapedMesh, Generic[T]):
             return endpoint
         if name in dir(core.cls):
             return NotAnEndpoint(self, name)
-        known = [known for known in dir(core.cls) if isinstance(inspect.getattr_static(core.cls, known, None), EndpointProperty)]
+        known = list(endpoints_of(core.cls))
+        meant = did_you_mean(name, known)
+        adverb = "" if meant else nearest_adverb(name)
         raise AttributeError(
             explain(
-                f"actor mesh {core.name!r} has no endpoint {name!r}{did_you_mean(name, known)}",
+                f"{adverb} belongs to an endpoint: write mesh.<endpoint>.{adverb}(...)"
+                if adverb
+                else f"actor mesh {core.name!r} has no endpoint {name!r}{meant}",
                 where=f"class {class_name(core.cls)}",
                 next=f"its endpoints are: {', '.join(known) or '(none)'}",
             )
         )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *endpoints_of(self._core.cls)})
 
     @cached_property
     def _view(self) -> View:
@@ -208,7 +215,7 @@ class ActorMesh(ShapedMesh, Generic[T]):
         return self._shape.extent
 
     def __repr__(self) -> str:
-        return f"ActorMesh(class={self._core.cls}, shape={self._shape}), inner={self._core.uid})"
+        return f"ActorMesh(class={self._core.cls}, shape={self._shape}, inner={self._core.uid})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         core = self._core
@@ -251,6 +258,10 @@ def endpoints_of(cls: type) -> dict[str, EndpointProperty[..., Any]]:
 
 def check_actor_class(cls: Any) -> None:
     """Raise what `spawn` raises for a class that can't be spawned."""
+    if isinstance(cls, Actor):
+        name = type(cls).__name__
+        text = f"spawn() makes the actors itself: it takes the class {name} and not an object of it"
+        raise ValueError(explain(text, next=f'write spawn("name", {name}, ...) with the arguments of __init__'))
     if not (isinstance(cls, type) and issubclass(cls, Actor)):
         raise ValueError(explain(f"{cls} must subclass monarch.service.Actor to spawn it.", next="derive it from monarch.actor.Actor"))
     endpoints = endpoints_of(cls)

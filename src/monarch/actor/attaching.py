@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from monarch import config
-from monarch._base.errors import explain
+from monarch._base.errors import explain, next_of, without_next
 from monarch._base.ids import ProcRef
 from monarch._runtime import versions
-from monarch._runtime.future import Future
+from monarch._runtime.future import Future, tell_when_late
+from monarch._runtime.proc import Proc
 from monarch._wire.contact_messages import Attach, HostInfo
 from monarch.actor.process import Process
 
@@ -25,8 +26,7 @@ _SAY_S = 3.0
 _SAY_AGAIN_S = 10.0
 _OTHERS_S = 0.5
 """How long the others may still answer once one has failed, so that one error names all that did."""
-_NEXT = "  next:  "
-_CHECK = "check that a worker loop runs there, and that this machine reaches it"
+CHECK = "check that a worker loop runs there, and that this machine reaches it"
 
 
 class Attaching:
@@ -53,6 +53,8 @@ class Attaching:
             proc.fates.await_agent(agent, self._budget_s)
             answer = proc.request(agent, request)
             answer._when_done(lambda agent=agent, answer=answer: self._on_answer(agent, answer))  # type: ignore[misc]
+        agents, infos = self._agents, self._infos
+        tell_when_late(self.ready, lambda: unreached(proc, [agent for agent in agents if agent.address not in infos]))
         proc.loop.call_later(self._budget_s, self._on_time_out)
         proc.loop.call_later(_SAY_S, self._say)
 
@@ -109,8 +111,8 @@ class Attaching:
         return RuntimeError(
             explain(
                 f"attach failed: config push failed during attach on {len(silent)} host(s); {len(self._infos)} of {number} answered",
-                next="; ".join(dict.fromkeys(filter(None, map(_next_in, silent.values())))) or _CHECK,
-                detail="\n".join(f"{address}: {_without_next(reason)}" for address, reason in silent.items()),
+                next="; ".join(dict.fromkeys(filter(None, map(next_of, silent.values())))) or CHECK,
+                detail="\n".join(f"{address}: {without_next(reason)}" for address, reason in silent.items()),
             )
         )
 
@@ -118,7 +120,7 @@ class Attaching:
         if self.ready._done or self._process.proc.stopping:
             return
         missing = [
-            f"{agent.address} ({self._process.proc.router.story_of(agent) or 'no answer yet'})"
+            f"{agent.address} ({without_next(self._process.proc.router.story_of(agent)) or 'no answer yet'})"
             for agent in self._agents
             if agent.address not in self._infos
         ]
@@ -127,10 +129,7 @@ class Attaching:
         self._process.proc.loop.call_later(_SAY_AGAIN_S, self._say)
 
 
-def _next_in(reason: str) -> str:
-    """What a reason itself says that people can do; "" when it says nothing."""
-    return next((line.removeprefix(_NEXT) for line in reason.splitlines() if line.startswith(_NEXT)), "")
-
-
-def _without_next(reason: str) -> str:
-    return "\n".join(line for line in reason.splitlines() if not line.startswith(_NEXT))
+def unreached(proc: Proc, agents: Iterable[ProcRef]) -> str:
+    """Why hosts could not be reached so far, a line for each of which that is known."""
+    stories = {agent.address: proc.router.story_of(agent) for agent in dict.fromkeys(agents)}
+    return "\n".join(f"  host {address}: {without_next(story)}" for address, story in stories.items() if story)

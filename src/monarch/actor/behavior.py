@@ -175,7 +175,7 @@ class _Behavior:
 
     def _reply(self, delivery: Delivery, result: Any) -> None:
         if delivery.header.reply_to is not None:
-            payload, buffers = dumps(result)
+            payload, buffers = dumps(result, result_of=delivery.header.method)
             self._cell.proc.sender.reply(delivery, payload, buffers)
 
     def _raised(self, delivery: Delivery, exc: Exception) -> None:

@@ -1,7 +1,8 @@
 """Where a person debugs: the client's own standard streams, or a terminal that is connected to the debug server.
 
 A terminal is a stream of lines, so `nc` is one. `monarch debug` says at connecting that it wants to be told when a line
-is expected of it (`ENQUIRY`), because it edits lines itself; and it sends `INTERRUPT` and `END` for Ctrl-C and Ctrl-D.
+is expected of it (`ENQUIRY`), because it edits lines itself; and it sends `INTERRUPT` and `END` for Ctrl-C and Ctrl-D. It
+also wants an `END` when the connection is closed on purpose, so that it can tell when the job was killed.
 
 Read next: `debug_server.py` for the connections, `debug_session.py` for what is talked about.
 """
@@ -19,7 +20,7 @@ ENQUIRY = "\x05"
 INTERRUPT = "\x03"
 """A line of it: come back from whatever is being waited for."""
 END = "\x04"
-"""A line of it: leave, as `detach` or `quit` do."""
+"""A line of it: leave, as `detach` or `quit` do. Sent to terminals that asked for it: nothing follows, and that is as it should be."""
 _HTTP = re.compile(rb"^[A-Z]+ \S+ HTTP/")
 _MOST_LINES = 1024
 """Lines that a terminal may be ahead; then it is not read from any more."""
@@ -82,6 +83,8 @@ class DebugCliIO(DebugIO):
         self._pump: asyncio.Task[None] | None = None
         self.enquires = False
         """The terminal wants `ENQUIRY`."""
+        self.parts = False
+        """The terminal wants `END` before its connection is closed on purpose."""
 
     @property
     def interrupted(self) -> asyncio.Event:
@@ -107,6 +110,8 @@ class DebugCliIO(DebugIO):
         """Close the connection."""
         if self._pump is not None:
             self._pump.cancel()
+        if self.parts and not self._writer.is_closing():
+            self._writer.write(END.encode())
         self._writer.close()
 
     async def first_line(self, timeout_s: float, wanted: Callable[[bytes], bool]) -> bytes | None:

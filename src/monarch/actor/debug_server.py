@@ -42,6 +42,8 @@ _UNKNOWN = "-"
 """In place of the token: I don't know it."""
 ENQUIRE = "enquire"
 """Behind the token: tell me when a line is expected of me."""
+PART = "part"
+"""Behind the token: say so when you close the connection."""
 _OVERFLOW_UID = 65534
 """What the kernel shows for users that a user namespace does not know: nobody in particular."""
 
@@ -152,7 +154,7 @@ class DebugServer:
             if token == _UNKNOWN:  # it says what it is, and its user is about to type the secret
                 token, *_ = await _hello(terminal, _TOKEN_S, lambda line: True)
         if hmac.compare_digest(token.encode(), self._token.encode()) or (known and token == _UNKNOWN):
-            terminal.enquires = ENQUIRE in options
+            terminal.enquires, terminal.parts = ENQUIRE in options, PART in options
             return True
         await terminal.output(
             "refused: wrong token, or none; 'monarch debug', run as the user of the job on its machine, knows the right one\n"

@@ -31,7 +31,7 @@ from monarch.actor.base import Actor
 from monarch.actor.debug_command import HELP, Attach, Cast, Command, Continue, DebugCommand, Help, ListCommand, Quit
 from monarch.actor.debug_io import END, DebugCliIO, DebugIO, DebugIOError, DebugStdIO
 from monarch.actor.debug_server import DebugServer
-from monarch.actor.debug_session import DebuggerWrite, DebugSession, DebugSessionInfo, DebugSessions, Origin
+from monarch.actor.debug_session import SETTLE_S, DebuggerWrite, DebugSession, DebugSessionInfo, DebugSessions, Origin
 from monarch.actor.debugger import debug_controller as debug_controller
 from monarch.actor.endpoint import concurrent_endpoint, endpoint
 from monarch.actor.process import this_process
@@ -45,6 +45,7 @@ PROMPT = "monarch_dbg> "
 _ASK_S = 1.0
 """How long `continue` waits for a debugger that is about to stop."""
 _FAREWELL_S = 1.0
+_RUNS = "(runs)"
 _COLUMNS = ("actor", "rank", "coords", "hostname", "function", "line")
 
 
@@ -248,6 +249,7 @@ class DebugController(Actor):
                 if not sessions:
                     await place.output(f"no session of {actor_name!r} has these ranks; 'list' shows all\n")
             case ListCommand():
+                await asyncio.gather(*(session.wait_asking(SETTLE_S) for session in self.sessions.iter(None)))
                 await place.output(table_of(self.sessions.info()))
             case Continue():
                 await self._continue_all(place)
@@ -283,7 +285,8 @@ def table_of(sessions: builtins.list[DebugSessionInfo]) -> str:
 
 def _cells(info: DebugSessionInfo) -> tuple[str, ...]:
     coords = ", ".join(f"{dim}: {index}" for dim, index in info.coords.items())
-    return (info.actor_name, str(info.rank), coords, info.hostname, info.function or "", "" if info.lineno is None else str(info.lineno))
+    function, line = (_RUNS, "") if info.running else (info.function or "", "" if info.lineno is None else str(info.lineno))
+    return (info.actor_name, str(info.rank), coords, info.hostname, function, line)
 
 
 def _look_at_error(server: asyncio.Future[asyncio.Server]) -> None:

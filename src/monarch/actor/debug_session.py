@@ -19,13 +19,15 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from monarch.actor.debug_command import Ranks, RanksType
 from monarch.actor.debug_io import END, DebugIO
 
 DETACH = ("detach", END)
+SETTLE_S = 0.2
+"""How long a command of pdb that only looks at something may take; what takes longer is a program that runs."""
 _MOST_REPEATED = 4096
 """Pieces of output that are shown again to who attaches; the oldest go first."""
 
@@ -50,6 +52,8 @@ class DebugSessionInfo:
     function: str | None
     """`<module>.<function>`; None until the debugger has written for the first time, like `lineno`."""
     lineno: int | None
+    running: bool = field(default=False, compare=False)
+    """It was let go on, and has not stopped again: it is no longer at that line."""
 
     def __lt__(self, other: DebugSessionInfo) -> bool:
         return (self.actor_name, self.rank) < (other.actor_name, other.rank)
@@ -95,6 +99,8 @@ class DebugSession:
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
         self._rest = b""
         self._asking = asyncio.Event()
+        self._obeys = False
+        """pdb has taken a line, and has not asked for the next one: it carries out a command, or lets the program run."""
         self._onlookers: set[_Onlooker] = set()
 
     @property
@@ -104,7 +110,11 @@ class DebugSession:
 
     def get_info(self) -> DebugSessionInfo:
         """What `list` shows of it."""
-        return DebugSessionInfo(self.actor_name, self.rank, self.coords, self.hostname, self._function, self._lineno)
+        return DebugSessionInfo(self.actor_name, self.rank, self.coords, self.hostname, self._function, self._lineno, self._runs)
+
+    @property
+    def _runs(self) -> bool:
+        return self._obeys or not self._lines.empty()
 
     def is_called(self, actor_name: str) -> bool:
         """Whether this is one of its names: the one that `list` shows, or one that is unique in the job."""
@@ -118,6 +128,7 @@ class DebugSession:
     async def debugger_read(self, size: int) -> DebuggerWrite:
         """The next line for pdb, `size` bytes of it at most; the rest is for the next read."""
         if not self._rest:
+            self._obeys = False
             if self._lines.empty():
                 self._asking.set()
                 self._ring()
@@ -127,6 +138,7 @@ class DebugSession:
                 self._asking.clear()
             self._since_input.clear()
         line, self._rest = self._rest[:size], self._rest[size:]
+        self._obeys = not self._rest
         return DebuggerWrite(line, None, None)
 
     async def debugger_write(self, write: DebuggerWrite) -> None:
@@ -160,6 +172,9 @@ class DebugSession:
             return
         if not suppress_output:
             await debug_io.output(f"Attached to debug session for {self.title} ({self.hostname})\n")
+            if self._runs and not await self.wait_asking(SETTLE_S) and self.ended is None:
+                way_back = "" if debug_io.interrupted is None else "; Ctrl-C detaches"
+                await debug_io.output(f"{self.title} runs; its prompt comes when it stops at a breakpoint{way_back}\n")
         onlooker = _Onlooker()
         if self._since_input:
             onlooker.unseen = [f"<last pdb output for {self.title} follows>\n", *self._since_input]

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
-from monarch._base.errors import explain
+from monarch._base.errors import did_you_mean, explain, nearest
 from monarch._base.ids import ProcRef
 from monarch._mesh.shape import Extent
 from monarch._mesh.value_mesh import ValueMesh
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Propagator = Any
-_ADVERBS = "call, call_one, choose, stream or broadcast"
+_ADVERBS = ("call", "call_one", "choose", "stream", "broadcast")
 
 
 class Endpoint(Generic[P, R]):
@@ -209,11 +209,22 @@ class Endpoint(Generic[P, R]):
     def _values(self, replies: list[Reply]) -> ValueMesh[R]:
         return ValueMesh._from_lazy(_dense(self._mesh.extent), replies)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"an endpoint has no attribute {name!r}{did_you_mean(name, _ADVERBS)}"
+            raise AttributeError(explain(text, where=self.endpoint, next=f"call it by {', '.join(_ADVERBS)}"))
+
     def __reduce__(self) -> Any:
         raise TypeError(f"an endpoint can't be pickled; send the mesh and use .{self._name} there")
 
     def __repr__(self) -> str:
         return f"Endpoint({self.endpoint}, extent={self._mesh.extent})"
+
+
+def nearest_adverb(name: str) -> str:
+    """The adverb that `name` is, or is a misspelling of; "" when it is near none."""
+    return nearest(name, _ADVERBS)
 
 
 def _any_of(count: int) -> int:
@@ -303,12 +314,17 @@ class EndpointProperty(Generic[P, R]):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = self._method.__name__
-        raise TypeError(
-            explain(
-                f"{self._method.__qualname__} is an endpoint: it is called through the mesh that spawn() returned",
-                next=f"write mesh.{name}.call(...); inside the actor factor a plain method out, for the endpoint and you to call",
-            )
+        raise TypeError(self._not_through_the_object())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(self._not_through_the_object() if name in _ADVERBS else f"an endpoint has no attribute {name!r}")
+
+    def _not_through_the_object(self) -> str:
+        return explain(
+            f"{self._method.__qualname__} is an endpoint: it is called through the mesh that spawn() returned",
+            next=f"write mesh.{self._method.__name__}.call(...); inside the actor factor a plain method out, which both may call",
         )
 
     def __repr__(self) -> str:
@@ -410,7 +426,7 @@ class NotAnEndpoint:
         raise self._error()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ADVERBS.replace(" or", ",").split(", "):
+        if name in _ADVERBS:
             raise self._error()
         raise AttributeError(name)
 
@@ -435,7 +451,7 @@ def as_endpoint(
     placeholder: Any = not_an_endpoint
     if not isinstance(placeholder, NotAnEndpoint):
         raise ValueError(
-            explain(f"expected an method of a spawned actor, got {not_an_endpoint!r}", next=f"endpoints already have {_ADVERBS}")
+            explain(f"expected an method of a spawned actor, got {not_an_endpoint!r}", next=f"endpoints already have {', '.join(_ADVERBS)}")
         )
     method = getattr(placeholder._mesh._core.cls, placeholder._name)
     if not callable(method):

@@ -9,13 +9,14 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from monarch import config
-from monarch._base.addresses import Address, parse_worker_address
-from monarch._base.errors import explain
+from monarch._base.addresses import Address, parse_dialled_address
+from monarch._base.errors import explain, next_of, without_next
 from monarch._base.ids import random_id
 from monarch._net import credentials
 from monarch._runtime import versions
 from monarch._wire import messages
 from monarch._wire.contact_messages import Attach, HostInfo
+from monarch.actor.attaching import CHECK
 from monarch.actor.client import ClientProcess, start_client
 from monarch.actor.presence import BehindGateway
 from monarch.actor.process import become, known_process, this_process
@@ -50,7 +51,7 @@ def attach(
         RuntimeError: this process uses monarch already, or is attached to another gateway; or the gateway does not answer,
             or runs another version.
     """
-    dialled = parse_worker_address(addr).advertised
+    dialled = parse_dialled_address(addr)
     if _is_attached(dialled):
         return
     shown = _credentials_for(dialled, private_key, ca, addr)
@@ -120,8 +121,8 @@ def _called(dialled: Address) -> str:
         raise RuntimeError(
             explain(
                 f"attach failed: the gateway {dialled} did not answer",
-                where=inquiry.story or f"no answer within {budget_s:g} s (mesh_attach_config_timeout)",
-                next="check that a worker loop runs there, and that this machine reaches it",
+                where=without_next(inquiry.story) or f"no answer within {budget_s:g} s (mesh_attach_config_timeout)",
+                next=next_of(inquiry.story) or CHECK,
             )
         )
     fatal, others = versions.differences(own, info.versions)

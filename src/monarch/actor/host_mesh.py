@@ -15,6 +15,7 @@ from monarch import config
 from monarch._base.agents import Agents
 from monarch._base.errors import explain
 from monarch._base.ids import ProcRef, random_id, sanitize_label
+from monarch._base.keywords import known_keywords
 from monarch._mesh.mesh import ShapedMesh
 from monarch._mesh.shape import Extent, NDSlice, Point, Shape
 from monarch._runtime.future import Future, gather, settled
@@ -63,6 +64,14 @@ def default_bootstrap_cmd() -> BootstrapCommand:
     return BootstrapCommand(sys.executable, None, ["-m", "monarch.actor.bootstrap"], {})
 
 
+def _as_per_host(unknown: dict[str, Any]) -> str:
+    """What keywords of `spawn_procs` that it does not have were meant as: sizes, or `per_host` misspelt."""
+    if all(isinstance(value, int) for value in unknown.values()):
+        return f"per_host={unknown!r}"
+    sizes = next(iter(unknown.values()))
+    return f"per_host={sizes!r}" if isinstance(sizes, dict) else ""
+
+
 class Attachment:
     """What an attaching client knows of a host mesh; shared by its slices."""
 
@@ -89,6 +98,7 @@ class HostMesh(ShapedMesh):
         self._python = python
         self._attachment = attachment
 
+    @known_keywords(_as_per_host)
     def spawn_procs(
         self,
         per_host: dict[str, int] | None = None,
@@ -116,7 +126,7 @@ class HostMesh(ShapedMesh):
         sizes = _checked_per_host(per_host, self.extent)
         label = sanitize_label(name or "anon")
         process = this_process()
-        instance = process.activation().cell.instance
+        instance = process.instance()
         names = ProcNames(label, random_id(), self._own_agents, _product(sizes.values()))
         binds = _checked_binds(proc_bind, names.per_host)
         extent = Extent([*self.extent.labels, *sizes], [*self.extent.sizes, *sizes.values()])
@@ -318,12 +328,12 @@ def _afterwards(first: Future[None], start: Callable[[], Future[None]]) -> Futur
 
 def this_host() -> HostMesh:
     """The host of the running actor; in a client, this machine. It can't be stopped."""
-    return this_process().activation().cell.instance.proc.host_mesh  # type: ignore[no-any-return]
+    return this_process().instance().proc.host_mesh
 
 
 def this_proc() -> ProcMesh:
     """The process of the running actor, as a mesh of one proc. Actors spawned here share its interpreter."""
-    return this_process().activation().cell.instance.proc  # type: ignore[no-any-return]
+    return this_process().instance().proc
 
 
 def local_host_mesh() -> HostMesh:

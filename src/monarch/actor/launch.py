@@ -16,11 +16,12 @@ import msgspec
 
 from monarch import config
 from monarch._base.errors import explain
-from monarch._base.ids import ProcRef, agent_at
+from monarch._base.ids import ProcRef, agent_at, by_agent
 from monarch._mesh.shape import NDSlice, Shape
 from monarch._net.credentials import encoded_credentials
-from monarch._runtime.future import Future, gather
+from monarch._runtime.future import Future, gather, tell_when_late
 from monarch._wire import messages
+from monarch.actor.attaching import unreached
 from monarch.actor.mock import get_actor_mock_registry_state
 from monarch.actor.proc_mesh import ProcMesh
 from monarch.actor.proc_mesh_core import ProcMeshCore, launch_or
@@ -96,6 +97,8 @@ class Launch:
                 loop.call_soon(lambda: ready._fail(launch_or(error, mesh._core) or error))
 
         replies._when_done(transfer)
+        proc, refs = this_process().proc, mesh._core.refs
+        tell_when_late(ready, lambda: unreached(proc, map(agent_at, by_agent(refs))))
         return ready
 
     def _set_up_anew(self, mesh: ProcMesh, rank: int) -> None:

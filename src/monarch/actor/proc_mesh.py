@@ -106,7 +106,7 @@ class ProcMesh(ShapedMesh):
         group: SupervisionGroup | None = None,
     ) -> ActorMesh[Any]:
         process = this_process()
-        instance = process.activation().cell.instance
+        instance = process.instance()
         uid = f"{sanitize_label(name)}-{random_id()}"
         owner_actor = instance._uid
         supervised = group is not None and isinstance(group.policy, Restarting)
@@ -121,7 +121,8 @@ class ProcMesh(ShapedMesh):
             supervised=supervised,
         )
         controllers = process.controllers if system else process.controller_table()
-        payload, buffers = dumps((cls, args, kwargs, self._unowned, instance._snapshot(), controllers))
+        parts = (f"class {cls.__qualname__}", "arguments", "arguments", "procs", "spawning actor", "table of controllers")
+        payload, buffers = dumps((cls, args, kwargs, self._unowned, instance._snapshot(), controllers), parts=parts)
         extent = self.extent
         proc, labels, sizes = process.proc, tuple(extent.labels), tuple(extent.sizes)
         if not system:
@@ -218,7 +219,7 @@ class ProcMesh(ShapedMesh):
         new.succeed(core)
         core.successor = mesh
         _active.discard(self)
-        process.activation().cell.instance._add_child(mesh)
+        process.instance()._add_child(mesh)
         new.launch = core.launch
         new.ready = core.launch.start(mesh, dead)
         announce(mesh)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from monarch._base.errors import InternalError
+from monarch._base.errors import InternalError, explain
 from monarch._base.ids import ProcRef, between_hosts
 from monarch._runtime.cell import Activation, Behavior, Bounce, Cell, current
 from monarch._runtime.faults import describe_failure
@@ -61,6 +63,17 @@ class Process:
     def activation(self) -> Activation:
         """The actor and message of the running context."""
         return current.get(None) or self.outside_activation()
+
+    def instance(self) -> Instance:
+        """The actor that runs in this context.
+
+        Raises:
+            RuntimeError: it does not exist yet; a module is imported for it that wants to know its place, or to spawn.
+        """
+        instance: Instance | None = self.activation().cell.instance
+        if instance is None:
+            raise RuntimeError(_nobody_yet())
+        return instance
 
     def outside_activation(self) -> Activation:
         """The activation of threads that no actor started."""
@@ -189,6 +202,22 @@ class Process:
         """A host can't be used, and nothing that was to start there will."""
         for ref in self.supervisor.procs_of(agent):
             self.proc.fates.on_exited(ProcExited(ref, f"its host {agent.address} can't be used: {reason}", "launch"))
+
+
+def _nobody_yet() -> str:
+    """Why the running actor is unknown while it is being unpickled, in terms of the module that is being imported then."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    text = "an actor is being set up in this process, and can't ask for its host or proc, or spawn, before its class is loaded"
+    if frame is None:
+        return explain(text, next="do that in the __init__ of the actor, or in an endpoint")
+    name = frame.f_globals.get("__name__")
+    return explain(
+        f"module {name!r} asks for its host or spawns when it is imported; this process imports it to find a class or function of it",
+        where=f"{frame.f_code.co_filename}, line {frame.f_lineno}",
+        next='move that under `if __name__ == "__main__":`, or into a function that the script calls',
+    )
 
 
 _process: Process | None = None

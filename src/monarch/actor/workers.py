@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from monarch import config
-from monarch._base.addresses import Address, WorkerAddress, parse_address, parse_worker_address
+from monarch._base.addresses import Address, WorkerAddress, parse_address, parse_dialled_address, parse_worker_address
 from monarch._base.agents import Agents
 from monarch._base.errors import explain
+from monarch._base.keywords import keywords_only
 from monarch._mesh.shape import Extent
 from monarch._net import credentials
 from monarch._net.credentials import Credentials
@@ -45,6 +46,7 @@ _logger = logging.getLogger("monarch.worker")
 _MAX_PATH_BYTES = 60
 
 
+@keywords_only("address")
 def run_worker_loop_forever(
     *, private_key: bytes | Path | None = None, ca: bytes | Path | Literal["trust_all_connections"] | None = None, address: str
 ) -> None:
@@ -52,6 +54,7 @@ def run_worker_loop_forever(
     start_worker_loop_forever(private_key=private_key, ca=ca, address=address).get()
 
 
+@keywords_only("address")
 def start_worker_loop_forever(
     *, private_key: bytes | Path | None = None, ca: bytes | Path | Literal["trust_all_connections"] | None = None, address: str
 ) -> Future[None]:
@@ -119,6 +122,7 @@ def _start(arguments: list[str], fds: list[int], shown: Credentials, address: st
     return ended
 
 
+@keywords_only("workers")
 def attach_to_workers(
     *,
     private_key: bytes | Path | None = None,
@@ -137,12 +141,15 @@ def attach_to_workers(
         name: for people.
 
     Raises:
-        ValueError: an address is malformed, or there is none; or nothing says whom to trust.
+        TypeError: `workers` is no list of addresses.
+        ValueError: an address is malformed or can't be dialled, or there is none; or nothing says whom to trust.
     """
+    if isinstance(workers, str):
+        raise TypeError(explain(f"workers is the string {workers!r}; expected a list of addresses", next=f"write workers=[{workers!r}]"))
     if not workers:
         raise ValueError("workers is empty; give the address of at least one worker loop")
-    texts = [worker if isinstance(worker, str) else worker.get() for worker in workers]
-    addresses = [parse_worker_address(text).advertised for text in texts]
+    texts = [_text_of(worker) for worker in workers]
+    addresses = [parse_dialled_address(text) for text in texts]
     shown = Credentials()
     for address, text in zip(addresses, texts, strict=True):
         shown = checked_credentials(private_key, ca, address, what="a client")
@@ -154,6 +161,13 @@ def attach_to_workers(
     attaching = Attaching(process, agents)
     attaching.start()
     return HostMesh(agents, Extent(["hosts"], [len(agents)]).region.as_shape(), attachment=Attachment(attaching))
+
+
+def _text_of(worker: str | Future[str]) -> str:
+    text = worker.get() if isinstance(worker, Future) else worker
+    if not isinstance(text, str):
+        raise TypeError(explain(f"{text!r} is no address of a worker; expected a string", next='write workers=["tcp://host:port", ...]'))
+    return text
 
 
 def _agent_address(address: Address) -> str:
