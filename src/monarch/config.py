@@ -237,7 +237,7 @@ def _without_prefix(variable: str) -> str:
 
 
 def warn_of_environment() -> None:
-    """Log what is wrong with the environment, each thing once. For processes that people start: their children have the same environment."""
+    """Log what is wrong with the environment, each thing once. For processes that people start: children have the same one."""
     with _layers.lock:
         complaints = [text for text in (*_layers.complaints, *_misspelt()) if text not in _layers.told]
         _layers.told.update(complaints)

@@ -79,5 +79,5 @@ def require(library: str, *, extra: str) -> ModuleType:
         return importlib.import_module(library)
     except ImportError as exc:
         raise MissingExtraError(
-            explain(f"{library!r} is not installed", next=f"pip install 'monarch-mesh[{extra}]'")
+            explain(f"{library!r} is not installed", next=f"pip install '.[{extra}]' in the checkout of monarch-mesh")
         ) from exc
