@@ -89,6 +89,8 @@ WRONG = {
     "port range": [8000, "8000"],
 }
 
+HINT = "  next:  rename or unset it"
+
 
 @pytest.fixture(autouse=True)
 def _fresh_layers():
@@ -370,11 +372,38 @@ def test_reset_empties_every_layer(monkeypatch):
     assert get_global_config() == {name: row.default for name, row in KNOBS.items()}
 
 
-def test_a_bad_variable_is_left_out_with_a_warning(monkeypatch):
+def test_a_bad_variable_is_left_out_and_told_of_once(monkeypatch, caplog):
     monkeypatch.setenv("HYPERACTOR_CLEANUP_TIMEOUT", "soon")
-    with pytest.warns(RuntimeWarning, match=r"ignored HYPERACTOR_CLEANUP_TIMEOUT='soon'(.|\n)*Invalid duration format"):
+    monkeypatch.setenv("HYPERACTOR_MESH_TAIL_LOG_LINES", "many")
+    for _ in range(2):
         reload_config_from_env()
-    assert config.value("cleanup_timeout") == "3s"
+        config.warn_of_environment()
+    assert config.value("cleanup_timeout") == "3s" and config.value("tail_log_lines") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "ignored HYPERACTOR_CLEANUP_TIMEOUT='soon': Invalid duration format; expected text such as '30s', '500ms' or '1m 30s'\n"
+        "  next:  set it for example to 3s, or unset it",
+        "ignored HYPERACTOR_MESH_TAIL_LOG_LINES='many': expected an int\n  next:  set it for example to 0, or unset it",
+    ]
+
+
+def test_a_misspelt_variable_is_told_of_once(monkeypatch, caplog):
+    for name in ("MONARCH_STALL_ENPOINT_LIMIT", "MONARCH_MAX_CAST_FANOUT", "HYPERACTOR_TAIL_LOG_LINE", "MONARCH_HOSTS", "MONARCH_RUN"):
+        monkeypatch.setenv(name, "1")
+    config.warn_of_environment()
+    config.warn_of_environment()
+    assert [record.getMessage().splitlines() for record in caplog.records] == [
+        ["the environment variable MONARCH_STALL_ENPOINT_LIMIT is unknown; did you mean MONARCH_STALL_ENDPOINT_LIMIT?", HINT],
+        ["the environment variable MONARCH_MAX_CAST_FANOUT is unknown; did you mean HYPERACTOR_MESH_MAX_CAST_FANOUT?", HINT],
+        ["the environment variable HYPERACTOR_TAIL_LOG_LINE is unknown; did you mean HYPERACTOR_MESH_TAIL_LOG_LINES?", HINT],
+    ]
+
+
+def test_no_variable_that_monarch_reads_counts_as_misspelt(monkeypatch, caplog):
+    source = "".join(path.read_text() for path in Path(config.__file__).parent.rglob("*.py"))
+    for name in set(re.findall(r"\b(?:MONARCH|HYPERACTOR)_[A-Z_]*[A-Z]\b", source)):
+        monkeypatch.setenv(name, "")
+    config.warn_of_environment()
+    assert not [text for record in caplog.records if "unknown" in (text := record.getMessage())]
 
 
 @pytest.mark.parametrize(

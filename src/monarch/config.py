@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from monarch._base.errors import did_you_mean, explain
+from monarch._base.errors import did_you_mean, explain, nearest, without_next
 from monarch._base.knobs import (
     BOOLEAN,
     DURATION,
@@ -182,6 +182,8 @@ _ROWS = (
 KNOBS: Mapping[str, Knob] = {row.name: row for row in _ROWS}
 """The table, by name. What a row's columns mean: `_base/knobs.py`."""
 
+_LIKENESS = 0.8
+"""From here on an unknown variable counts as misspelt; other programs have variables with our prefix, too."""
 _ENVIRONMENT = "environment"
 """Entry of a snapshot that is no knob: names of the values that only the sender's environment asked for."""
 
@@ -197,9 +199,10 @@ def _find(name: str) -> Knob:
     raise ValueError(explain(f"invalid configuration key: `{name}`{near}", next="monarch.config.get_global_config() lists the keys"))
 
 
-def _read_env() -> dict[str, Any]:
-    """Values of the variables that are set. A bad one is left out with a warning: it must not break `import monarch`."""
-    found = {}
+def _read_env() -> tuple[dict[str, Any], list[str]]:
+    """Values of the variables that are set, and what is wrong with others: a bad one is left out, as it must not break `import monarch`."""
+    found: dict[str, Any] = {}
+    complaints = []
     for row in _ROWS:
         for variable in row.env:
             text = os.environ.get(variable)
@@ -208,9 +211,41 @@ def _read_env() -> dict[str, Any]:
             try:
                 found[row.name] = row.parse(text)
             except (TypeError, ValueError) as exc:
-                warnings.warn(explain(f"ignored {variable}={text!r}", detail=str(exc)), RuntimeWarning, stacklevel=3)
+                sample = "" if row.default is None else f"set it for example to {row.kind.plain(row.default)}, or unset it"
+                complaints.append(explain(f"ignored {variable}={text!r}: {without_next(str(exc)).rpartition('`: ')[2]}", next=sample))
             break
-    return found
+    return found, complaints
+
+
+def _misspelt() -> Iterator[str]:
+    """What is said of variables of the environment that look like a knob's, and are none."""
+    names = {_without_prefix(variable): variable for row in reversed(_ROWS) for variable in reversed(row.env) if _has_prefix(variable)}
+    known = {variable for row in _ROWS for variable in row.env}
+    for variable in os.environ:
+        if _has_prefix(variable) and variable not in known:
+            meant = nearest(_without_prefix(variable), names, _LIKENESS)
+            if meant:
+                yield explain(f"the environment variable {variable} is unknown; did you mean {names[meant]}?", next="rename or unset it")
+
+
+def _has_prefix(variable: str) -> bool:
+    return variable.startswith((HYPERACTOR, MONARCH))
+
+
+def _without_prefix(variable: str) -> str:
+    return variable.removeprefix(MESH).removeprefix(HYPERACTOR).removeprefix(MONARCH)
+
+
+def warn_of_environment() -> None:
+    """Log what is wrong with the environment, each thing once. For processes that people start: children have the same one."""
+    with _layers.lock:
+        complaints = [text for text in (*_layers.complaints, *_misspelt()) if text not in _layers.told]
+        _layers.told.update(complaints)
+    if complaints:
+        import logging
+
+        for text in complaints:
+            logging.getLogger("monarch.config").warning("%s", text)
 
 
 class _Layers:
@@ -220,7 +255,10 @@ class _Layers:
         # Re-entrant: the collector may end a forgotten `configured()` block in the middle of a change.
         self.lock = threading.RLock()
         self.inherited_env: dict[str, Any] = {}
-        self.env: dict[str, Any] = _read_env()
+        self.env: dict[str, Any]
+        self.complaints: list[str]
+        self.env, self.complaints = _read_env()
+        self.told: set[str] = set()
         self.inherited: dict[str, Any] = {}
         self.runtime: dict[str, Any] = {}
         self.overrides: list[dict[str, Any]] = []
@@ -316,10 +354,10 @@ def clear_runtime_config() -> None:
 
 
 def reload_config_from_env() -> None:
-    """Read the environment variables again."""
-    found = _read_env()
+    """Read the environment variables again. A bad value is left out; `warn_of_environment` says so."""
+    found, complaints = _read_env()
     with _layers.lock:
-        _layers.env = found
+        _layers.env, _layers.complaints = found, complaints
         _layers.refresh()
 
 

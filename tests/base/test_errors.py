@@ -67,7 +67,7 @@ def test_an_installed_library_is_handed_over():
 
 @pytest.mark.parametrize("library", ["no_such_library", "json.no_such_module"])
 def test_a_missing_library_names_its_extra_and_its_cause(library):
-    said = rf"{re.escape(repr(library))} is not installed\n  next:  .*'monarch-mesh\[rdma\]'"
+    said = rf"{re.escape(repr(library))} is not installed\n  next:  .*pip install '\.\[rdma\]' in the checkout"
     with pytest.raises(MissingExtraError, match=said) as caught:
         require(library, extra="rdma")
     assert isinstance(caught.value, ImportError)

@@ -104,7 +104,7 @@ def test_what_could_not_be_written_is_removed(tmp_path):
 
 def test_without_the_library_the_extra_is_named_and_nothing_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.x509", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'monarch-mesh\[tls\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[tls\]' in the checkout"):
         mint_job_certificates(tmp_path / "job")
     assert list(tmp_path.iterdir()) == []
 

@@ -396,6 +396,16 @@ def test_a_slice_of_a_mesh_that_is_still_starting_can_be_spawned_on():
     procs.stop().get(WAIT_S)
 
 
+def test_a_bad_variable_is_told_of_by_the_script_alone(run_script):
+    env = {"MONARCH_STALL_ENDPOINT_LIMIT": "abc", "MONARCH_STALL_MAILBOX_LIMITS": "4"}
+    done = run_script("from monarch.actor import this_host; this_host().spawn_procs().initialized.get()", env=env).check()
+    assert done.stderr.splitlines()[::2] == [
+        "ignored MONARCH_STALL_ENDPOINT_LIMIT='abc': Invalid duration format; expected text such as '30s', '500ms' or '1m 30s'; "
+        "None is allowed too",
+        "the environment variable MONARCH_STALL_MAILBOX_LIMITS is unknown; did you mean MONARCH_STALL_MAILBOX_LIMIT?",
+    ]
+
+
 def test_a_wrong_keyword_of_spawn_procs_says_what_was_meant():
     for wrong in ({"gpus": 2}, {"per_hosts": {"gpus": 2}}):
         with pytest.raises(TypeError, match=r"spawn_procs\(\) has no argument '.*'; did you mean per_host=\{'gpus': 2\}\?\n  next:  its"):

@@ -54,11 +54,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if near else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name nearest to `name`; "" when none is near."""
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The known name nearest to `name`; "" when none is at least so like it (1: equal)."""
     import difflib  # 2 ms of everybody's import for a sentence that few ever read
 
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), "")
 
 
 class InternalError(RuntimeError):
@@ -79,5 +79,5 @@ def require(library: str, *, extra: str) -> ModuleType:
         return importlib.import_module(library)
     except ImportError as exc:
         raise MissingExtraError(
-            explain(f"{library!r} is not installed", next=f"pip install 'monarch-mesh[{extra}]'")
+            explain(f"{library!r} is not installed", next=f"pip install '.[{extra}]' in the checkout of monarch-mesh")
         ) from exc

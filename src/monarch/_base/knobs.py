@@ -219,6 +219,16 @@ def _accept_ports(value: Any) -> slice:
     return slice(start, stop) if start < stop <= 65536 else refuse("expected ports start < stop <= 65536")
 
 
+def _parse_number(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return refuse(f"expected {'an int' if kind is int else 'a float'}")
+
+    return parse
+
+
 def _parse_boolean(text: str) -> bool:
     flag = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     found = flag.get(text.lower())
@@ -230,9 +240,9 @@ def _parse_encoding(text: str) -> Encoding:
 
 
 DURATION = Kind("duration", _accept_duration, str)
-INTEGER = Kind("integer", _accept_integer, int)
-NONZERO = Kind("nonzero integer", _accept_nonzero, int)
-FLOAT = Kind("float", _accept_float, float)
+INTEGER = Kind("integer", _accept_integer, _parse_number(int))
+NONZERO = Kind("nonzero integer", _accept_nonzero, _parse_number(int))
+FLOAT = Kind("float", _accept_float, _parse_number(float))
 BOOLEAN = Kind("boolean", _accept_boolean, _parse_boolean)
 TEXT = Kind("text", _accept_text, str)
 ENCODING = Kind("encoding", _accept_encoding, _parse_encoding, lambda value: value.value)

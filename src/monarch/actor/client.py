@@ -390,6 +390,7 @@ def start_client(presence: Presence | None = None) -> ClientProcess:
     Args:
         presence: how others reach it; None: as `default_transport` says.
     """
+    config.warn_of_environment()
     main = sys.modules.get("__mp_main__")
     if main is not None:  # a child of multiprocessing: what its script defines is in a module that procs don't have
         import cloudpickle

@@ -73,6 +73,7 @@ def start_worker_loop_forever(
         ValueError: the address, the secret or the certificates can't be used; or nothing says whom to trust.
         RuntimeError: something serves there already, or the address is not this machine's.
     """
+    config.warn_of_environment()
     worker = parse_worker_address(address)
     shown = checked_credentials(private_key, ca, worker.advertised, what="a worker")
     if worker.advertised.is_network:
