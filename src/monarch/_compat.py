@@ -70,6 +70,11 @@ TABLE: dict[str, dict[str, str]] = {
         _ACTOR: "get_meter span traced",
         "monarch._base.meters": "METER Counter Histogram Meter MeterProvider UpDownCounter",
     },
+    "monarch._src.rdma.rdma": {
+        "monarch.rdma": "RDMAAction RDMABuffer RDMAReadTransferWarning RDMATcpFallbackWarning RDMAWriteTransferWarning get_rdma_backend "
+        "is_ibverbs_available is_rdma_available"
+    },
+    "monarch._rust_bindings.rdma": {"monarch.rdma": "RdmaInitError is_ibverbs_available"},
     "monarch._rust_bindings.monarch_hyperactor.shape": {_SHAPE: "Extent Point Region Shape Slice"},
     "monarch._rust_bindings.monarch_hyperactor.channel": {"monarch.config": "BindSpec ChannelTransport"},
     "monarch._rust_bindings.monarch_hyperactor.config": {
@@ -90,6 +95,7 @@ _PACKAGES = {path.rsplit(".", depth)[0] for path in TABLE for depth in (1, 2)} &
     *_ROOTS,
     "monarch._src.actor",
     "monarch._src.actor.debugger",
+    "monarch._src.rdma",
     "monarch._rust_bindings.monarch_hyperactor",
 }
 

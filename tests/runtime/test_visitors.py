@@ -124,7 +124,7 @@ def test_few_are_on_their_way_to_a_process_that_takes_none(rig, monkeypatch):
     assert knock("b").answer == "taken", "another one is not to suffer"
     host.on_taken("a<1>")
     assert knock("a").answer == "taken" and knock("a").answer[0] is StatusCode.BUSY
-    host.on_lost("a<1>")
+    host.on_lost("a<1>", 7)
     assert [knock("a").answer for _ in range(3)] == ["taken"] * 3
     assert len(link.messages) == 8
 
@@ -142,7 +142,7 @@ def test_news_of_one_that_nobody_waits_for_changes_nothing(rig):
     host, _, knock = rig
     host.add(record("a"))
     host.on_taken("a<1>")
-    host.on_lost("a<1>")
+    host.on_lost("a<1>", 7)
     assert knock("a").answer == "taken"
 
 

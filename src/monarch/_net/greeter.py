@@ -125,9 +125,9 @@ class Greeter:
         """Take a connection whose preface was read, and not answered, by whoever is in front of this process."""
         self._begin(sock, peer, lambda greeting: greeting.visit(preface), tls=preface.tls)
 
-    def go_on(self, sock: socket.socket, preface: Preface, peer: str) -> None:
-        """Take a connection whose preface the agent has read, and answered."""
-        self._begin(sock, peer, lambda greeting: greeting.go_on(preface), tls=preface.tls)
+    def go_on(self, sock: socket.socket, preface: Preface, peer: str, on_connected: Callable[[Any], None] | None = None) -> None:
+        """Take a connection whose preface the agent has read, and answered; `on_connected`: see `Greeting.accept`."""
+        self._begin(sock, peer, lambda greeting: greeting.go_on(preface, on_connected), tls=preface.tls)
 
     def _begin(self, sock: socket.socket, peer: str, begin: Callable[[Greeting], None], *, tls: bool) -> None:
         self.counts["taken"] += 1
@@ -237,6 +237,7 @@ class Greeting:
         self._preface = Preface("", False)
         self._proof: AcceptorProof | None = None
         self._over = False
+        self._on_connected = greeter.on_connected
 
     def start(self) -> None:
         """Read the preface."""
@@ -247,9 +248,10 @@ class Greeting:
         self._preface = preface
         self._greeter.route(preface, self)
 
-    def go_on(self, preface: Preface) -> None:
+    def go_on(self, preface: Preface, on_connected: Callable[[Any], None] | None = None) -> None:
         """The preface was read, and answered, by the agent."""
         self._preface = preface
+        self._on_connected = on_connected or self._on_connected
         self._start_proof()
 
     def _on_preface_event(self, _mask: int) -> None:
@@ -275,8 +277,13 @@ class Greeting:
         """The connection has ended meanwhile."""
         return self._over
 
-    def accept(self) -> None:
-        """It is for this process."""
+    def accept(self, on_connected: Callable[[Any], None] | None = None) -> None:
+        """It is for this process.
+
+        Args:
+            on_connected: told the socket of the peer that has proved itself; None: the greeter's own is.
+        """
+        self._on_connected = on_connected or self._on_connected
         if self._welcome():
             self._start_proof()
 
@@ -372,7 +379,7 @@ class Greeting:
         if not self._over and not proof.needed():
             self._greeter.counts["proved"] += 1
             sock = self._let_go()
-            self._greeter.on_connected(sock)
+            self._on_connected(sock)
 
     def _receive(self, count: int) -> bytes:
         if self._over:

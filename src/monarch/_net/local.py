@@ -33,6 +33,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
+from monarch._base.buffers import exported
 from monarch._base.errors import InternalError
 
 ALIGNMENT = 64
@@ -356,12 +357,8 @@ class _Mapping:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Copy `data` to `offset`; other threads run meanwhile."""
-        source = _PyBuffer()
-        _get_buffer(data, ctypes.byref(source), 0)
-        try:
+        with exported(data) as source:
             ctypes.memmove(self.address + offset, source.buf, source.len)
-        finally:
-            _release_buffer(ctypes.byref(source))
 
     def copied(self, size: int) -> _Mapping:
         """A mapping of fresh private pages that hold the first `size` bytes of this one."""
@@ -416,27 +413,7 @@ def _end(lease: Any, leases: Any = _leases, getpid: Any = os.getpid, is_finalizi
         lease.on_release(lease.segment_id)
 
 
-class _PyBuffer(ctypes.Structure):
-    """CPython's `Py_buffer`: the one way to the address of a read-only view."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
 _FAILED = ctypes.c_void_p(-1).value
-_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)(("PyObject_GetBuffer", ctypes.pythonapi))
-_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("PyBuffer_Release", ctypes.pythonapi))
 
 
 @lru_cache(maxsize=1)

@@ -128,15 +128,18 @@ class NetRouter(Router):
 
     def greet(self, sock: socket.socket, preface: Preface, peer: str) -> None:
         """Serve a connection of another host, whose preface was read by this host's agent."""
-        self.greeter.go_on(sock, preface, peer)
+        self.greeter.go_on(sock, preface, peer, self.takers.get(preface.target.rpartition("/")[2]))
 
     def visit(self, sock: socket.socket, preface: Preface, peer: str) -> None:
         """Serve a connection of another host, whose preface was read by the client in front of this agent, and not answered."""
         self.greeter.visit(sock, preface, peer)
 
     def _route(self, preface: Preface, greeting: Greeting) -> None:
-        if preface.target in ("", split_address(self.own.address)[1]):
+        own_name, (name, _, last) = split_address(self.own.address)[1], preface.target.rpartition("/")
+        if preface.target in ("", own_name):
             greeting.accept()
+        elif last in self.takers and name == own_name:
+            greeting.accept(self.takers[last])
         elif not self.portals.relay(preface, greeting):
             self._events.on_visitor(preface, greeting)
 
@@ -234,6 +237,29 @@ class NetRouter(Router):
     def _connect_again(self, link: SessionLink) -> None:
         if link.closed is None and not link.connected:
             self._connect(link)
+
+    def open_connection(self, address: str, on_connected: Callable[[Any], None], on_failed: Callable[[Denial], None]) -> Dialer | None:
+        """Make a connection that carries no frames, to a service of another host's agent. Thread: net loop.
+
+        Args:
+            address: `<address of the agent>/~<name of the service>`.
+            on_connected: told the socket, at whose other end somebody has proved the job's secret; it does not block.
+            on_failed: told why there is none.
+
+        Returns:
+            The attempt, which may be cancelled; None when it has failed already.
+        """
+        try:
+            route, credentials = self._way.route_to(address), own_credentials()
+        except (ValueError, OSError, NotImplementedError) as exc:
+            on_failed(Denial(Failure.DENIED, str(exc)))
+            return None
+        if route is None:
+            on_failed(Denial(Failure.UNREACHABLE, f"nobody can be dialled at {address}"))
+            return None
+        dialer = Dialer(self._loop, route, credentials, on_connected, on_failed)
+        dialer.start()
+        return dialer
 
     # --- connections that others make ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -88,6 +88,8 @@ class Router:
         self.own = own
         self.epoch = 0
         """Which process under this id this one is: a later one has a larger number."""
+        self.takers: dict[str, Callable[[Any], None]] = {}
+        """Who is told of connections of other hosts that carry no frames, by what they ask for, `~<name>`."""
         self._path_of = path_of
         self._loop = loop
         self._pool = pool

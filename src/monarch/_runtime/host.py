@@ -33,6 +33,7 @@ from monarch._net.stream import Link, LinkClosedError
 from monarch._runtime import descendants, versions
 from monarch._runtime.cast_post import CastPost
 from monarch._runtime.cast_relays import CastRelays
+from monarch._runtime.inquiries import Inquiries
 from monarch._runtime.platform import SYSTEM, Platform
 from monarch._runtime.record import Record, ending_of
 from monarch._runtime.rundir import remove_run_dir
@@ -43,6 +44,7 @@ from monarch._runtime.watcher import limits_of
 from monarch._wire import messages, zygote_messages
 from monarch._wire.contact_messages import Attach, DialMe, HandOver, HostInfo, Reach, Register, TookOver
 from monarch._wire.frames import Flag, Frame, FrameError, Kind, encode
+from monarch._wire.memory_messages import LendMemory, ShareMemory
 from monarch._wire.messages import ProcExited, ProcUp
 from monarch._wire.observation_messages import Activities, Activity, ActorActivity, FlushLogs, LogCredit, Stalled, StreamLogs
 
@@ -56,10 +58,7 @@ _SHUTDOWN_S = 5.0
 _SHUT_DOWN = "its host is shut down"
 _HUNT_STEP_S = 0.01
 _SILENT_S = 3.0
-_FRAME_SLACK = 1 << 24
-"""Frames of casts are longer than the calls and answers in them."""
-_OVERTAKEN_S = 5.0
-"""How long the request to start a process may be behind a reference to that process."""
+_FRAME_SLACK = 1 << 24  # frames of casts are longer than the calls and answers in them
 
 
 class Stopping:
@@ -90,8 +89,7 @@ class HostAgent:
         self._records: dict[str, Record] = {}
         self._refused: dict[str, str] = {}
         """Clients that nothing is spawned for, and why."""
-        self._overtaken: dict[str, list[tuple[ProcRef, int]]] = {}
-        """Who asks for processes that nobody has asked to start yet, and the ports for the answers."""
+        self._inquiries = Inquiries(self._records, self._tell, self._loop.call_later)
         self._visitors = Visitors(partial(self._router.link_to, dial=False), split_target(split_address(own.address)[1])[0])
         self._stoppings: list[Stopping] = []
         self._shutting_down = False
@@ -129,8 +127,8 @@ class HostAgent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._loop.call_soon(self._end))
         self._loop.run()
-        self._zygotes.close()
-        self._logs.close()
+        for close in (self._zygotes.close, self._visitors.services.close, self._logs.close):
+            close()
         if self._pool is not None:
             self._pool.close()
         remove_run_dir(folder)
@@ -200,7 +198,7 @@ class HostAgent:
     def on_lost(self, ref: ProcRef, reason: str, pid: int) -> None:
         """A process closed its link: what it owns ends."""
         self._logs.forget(ref.uid)
-        self._visitors.on_lost(ref.uid)
+        self._visitors.on_lost(ref.uid, pid)
         self._watcher.remove(ref.uid)
         self._refused.pop(ref.uid, None)
         self._relays.on_lost(ref)
@@ -228,7 +226,7 @@ class HostAgent:
                 else:
                     self._spawn(message, from_here=not isinstance(link, SessionLink))
             case messages.WatchProc():
-                self._watch(message, sender, port)
+                self._inquiries.ask(message, sender, port)
             case messages.SuperviseProcs():
                 self._supervise(message.uids, (sender.uid, message.group))
             case messages.AbandonProcs():
@@ -269,9 +267,9 @@ class HostAgent:
                 link.take_back(message.segments)
             case messages.DropSegments():
                 link.drop_segments(message.segments)
-            case messages.Credit():
-                return
-            case _ if self._relays.on_control(message, sender, frame.payload, buffers):
+            case ShareMemory() | LendMemory() if not isinstance(link, SessionLink):  # of this machine, by the kernel's word
+                self._visitors.services.on_message(message, sender.uid, link.peer_pid, self._net_router)
+            case _ if isinstance(message, messages.Credit) or self._relays.on_control(message, sender, frame.payload, buffers):
                 return
             case _:
                 raise FrameError(f"a host agent does not serve {type(message).__name__}")
@@ -334,7 +332,7 @@ class HostAgent:
         limits = limits_of(request.config)
         for spec, start in starts_of(request, self.own, self._entry, from_here=from_here):
             record = Record(spec, request.owner, start, request.max_idle_s, limits)
-            record.watchers = [(who, port, False) for who, port in self._overtaken.pop(spec.proc.uid, ())]
+            record.watchers = self._inquiries.take_overtaken(spec.proc.uid)
             self._remember(record)
             self._launch(record)
 
@@ -490,29 +488,6 @@ class HostAgent:
             self._relaunch(record)
         elif record.exited is not None and not record.exited.again:
             self._logs.release(record.ref.uid)
-
-    def _watch(self, request: messages.WatchProc, sender: ProcRef, port: int) -> None:
-        record = self._records.get(request.uid)
-        if record is None and request.exit_only:
-            self._deny(request.uid, sender, port)
-        elif record is None:
-            self._overtaken.setdefault(request.uid, []).append((sender, port))
-            self._loop.call_later(_OVERTAKEN_S, partial(self._give_up_waiting_for, request.uid))
-        elif request.exit_only and record.last_exit is not None and request.pid != record.pid:
-            self._tell(sender, record.last_exit, port)
-        elif record.exited is not None and (request.exit_only or not record.exited.again):
-            self._tell(sender, record.exited, port)
-        elif record.up and record.exited is None and not request.exit_only:
-            self._tell(sender, ProcUp(record.ref, record.pid), port)
-        else:
-            record.watchers.append((sender, port, request.exit_only))
-
-    def _give_up_waiting_for(self, uid: str) -> None:
-        for sender, port in self._overtaken.pop(uid, ()):
-            self._deny(uid, sender, port)
-
-    def _deny(self, uid: str, sender: ProcRef, port: int) -> None:
-        self._tell(sender, ProcExited(ProcRef(uid, "", ""), "this host knows no such process; it may have ended long ago", "unknown"), port)
 
     def _on_zygote_lost(self, uids: list[str]) -> None:
         lost = [record for uid in uids if (record := self._records.get(uid)) is not None and not record.gone]

@@ -22,6 +22,7 @@ from monarch._base.ids import ProcRef, split_agent, split_target
 from monarch._net.handshake import Preface, StatusCode
 from monarch._net.stream import Link, LinkClosedError
 from monarch._runtime.record import Record
+from monarch._runtime.services import Services, split_service
 from monarch._wire.contact_messages import HandOver
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Visitors:
         link_to: the link to a process of this host.
         service: id of the service that this agent is; "": it has none.
         """
+        self.services = Services()
         self._service = service
         self._link_to = link_to
         self._records: dict[str, Record] = {}
@@ -64,7 +66,11 @@ class Visitors:
         if not name:
             greeting.accept()
             return
-        record = self._records.get(name)
+        at, service = split_service(name)
+        record = self._records.get(at)
+        if record is None and service:
+            self.services.lead(service, greeting)
+            return
         if record is None or (record.exited is not None and not record.exited.again):
             greeting.refuse(StatusCode.GONE, "no such process runs here, or it has ended")
         elif not record.up or record.exited is not None:
@@ -95,9 +101,10 @@ class Visitors:
         else:
             self._waiting.pop(uid, None)
 
-    def on_lost(self, uid: str) -> None:
+    def on_lost(self, uid: str, pid: int) -> None:
         """A process has ended; what was on its way to it went with its socket."""
         self._waiting.pop(uid, None)
+        self.services.on_lost(uid, pid)
 
 
 def _name_of(record: Record) -> str:

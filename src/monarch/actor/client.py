@@ -264,6 +264,7 @@ class ClientProcess(RootProcess):
             flushed = flush_logs()
             self._stop_agent(budget_s)
             self._print_last(flushed)
+            self.close_memory()
             self.proc.close("the client was shut down")
             self.proc.ports.fail_all(RuntimeError(_SHUT_DOWN))
             self._faults.stop()

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch._base.errors import InternalError, explain
 from monarch._base.ids import ProcRef, between_hosts
@@ -25,6 +25,7 @@ from monarch._runtime.platform import SYSTEM, Platform
 from monarch._runtime.proc import Proc
 from monarch._runtime.supervision import Failure
 from monarch._wire.frames import Buffer
+from monarch._wire.memory_messages import DropMemory, LendMemory
 from monarch._wire.messages import UNKNOWN_ATTEMPT, Fault, ProcExited
 from monarch._wire.observation_messages import ActorActivity, LogLines, Stalled
 from monarch.actor.supervisor import Supervisor
@@ -39,6 +40,16 @@ _PRINT_S = 3.0
 """How long the output of procs that have ended may take to be printed here."""
 
 
+class Memory(Protocol):
+    """What a process has of one-sided memory; `monarch.rdma` makes it, once it is needed."""
+
+    def on_message(self, message: DropMemory | LendMemory) -> None:
+        """Somebody takes published memory back, or can't reach it. Thread: net loop."""
+
+    def close(self) -> None:
+        """The process ends."""
+
+
 class Process:
     """The hooks of a `Proc`, and what is owned in this process. Thread: any."""
 
@@ -51,6 +62,8 @@ class Process:
         self._printer_lock = threading.Lock()
         self.proc_watchers: list[Callable[[ProcExited], None]] = []
         """Called on the net loop for each process that is known here and has ended."""
+        self.memory: Memory | None = None
+        """Filled by `monarch.rdma`."""
         self.supervisor = Supervisor(self)
 
     # --- who runs here -------------------------------------------------------------------------------------------
@@ -130,6 +143,19 @@ class Process:
             return
         printer.forget([ref.uid for ref in refs], result)
         self.proc.loop.call_later(_PRINT_S, lambda: result._complete(None))  # nobody reads what is printed
+
+    # --- one-sided memory ----------------------------------------------------------------------------------------
+
+    def on_memory_message(self, message: DropMemory | LendMemory) -> None:
+        """Somebody wants something of memory that this process has published; without any, there is nothing to do."""
+        if self.memory is not None:
+            self.memory.on_message(message)
+
+    def close_memory(self) -> None:
+        """Take all published memory back, because this process ends."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
 
     # --- hooks of the runtime ------------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class WorkerProcess(Process):
         self.ended.wait()
         proc.join_cells(_JOIN_S)
         background.stop()
+        self.close_memory()
         if self.printer is not None:
             self.printer.close(_FLUSH_S)
         proc.close("the process ends", flush_s=_FLUSH_S)

@@ -1,0 +1,307 @@
+"""One-sided memory against what the machine can do: the kernel's copy on one host, raw sockets between two.
+
+usage: rdma.py [--rounds N] [--mib N] [SECTION ...]      SECTION: local, network
+
+Every round measures ours and the floors in turns, so that a slow moment of the machine hits all; values are medians, ratios
+are medians of the ratios of each round. `network` needs root on Linux with iproute2: owner and reader are in two network
+namespaces joined by veth. Prints one `name value unit` a line.
+
+Measures:
+    memcpy, vm_readv         floors: a copy within a process; `process_vm_readv` by one thread
+    raw_tcp                  floor: as many connections as ours has, a thread each, `sendall` into `recv_into`
+    read, write              through the public API; `..._spin` while the owner spins in Python
+    read_over_vm_readv       and the like: ours over the floor, in bandwidth
+    batch_1000x4KiB          one action of 1,000 reads
+    register, handle         making a buffer of the largest size; bytes of it pickled
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import pickle
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measure import now, out, remark
+
+ROOT = Path(__file__).resolve().parents[1]
+KIB, MIB = 1 << 10, 1 << 20
+PORT, RAW_PORT = 26600, 26700
+SECTIONS = ("local", "network")
+CONNECTIONS = 4
+WAIT_S = 60.0
+_REQUEST = struct.Struct("<Q")
+
+
+def label(nbytes: int) -> str:
+    return f"{nbytes // KIB}KiB" if nbytes < MIB else f"{nbytes // MIB}MiB"
+
+
+def sizes_up_to(mib: int) -> list[int]:
+    return [size for size in (4 * KIB, MIB, 64 * MIB, 1024 * MIB) if size <= mib * MIB]
+
+
+def repeats(nbytes: int) -> int:
+    return {4 * KIB: 200, MIB: 30}.get(nbytes, 1)
+
+
+def owner_class() -> Any:
+    from monarch.actor import Actor, endpoint
+    from monarch.rdma import RDMABuffer
+
+    class Owner(Actor):
+        """Publishes memory, and spins."""
+
+        def __init__(self, nbytes: int) -> None:
+            self.memory = bytearray(b"\1") * nbytes
+            self.parts = [bytearray(4 * KIB) for _ in range(1000)]
+
+        @endpoint
+        def publish(self) -> tuple[Any, list[Any], float, int, int]:
+            began = now()
+            buffer = RDMABuffer(self.memory)
+            seconds = now() - began
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+            return buffer, [RDMABuffer(part) for part in self.parts], seconds, os.getpid(), address
+
+        @endpoint
+        def spin(self, seconds: float) -> None:
+            end = now() + seconds
+            while now() < end:
+                pass
+
+    return Owner
+
+
+def seconds_of(call: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        began = now()
+        call()
+        taken.append(now() - began)
+    return statistics.median(taken)
+
+
+class Table:
+    """Seconds by name, one per round."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[float]] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        self.rows.setdefault(name, []).append(seconds)
+
+    def show(self, prefix: str, nbytes: int) -> None:
+        for name, times in self.rows.items():
+            median = statistics.median(times)
+            if nbytes < MIB:
+                out(f"{prefix}{name}_{label(nbytes)}", median * 1e6, "us")
+            else:
+                out(f"{prefix}{name}_{label(nbytes)}", nbytes / median / 2**30, "GiB/s")
+
+    def ratio(self, prefix: str, ours: str, floor: str, nbytes: int) -> None:
+        pairs = zip(self.rows[ours], self.rows[floor], strict=True)
+        out(f"{prefix}{ours}_over_{floor}_{label(nbytes)}", statistics.median([low / own for own, low in pairs]), "x")
+
+
+def local(rounds: int, mib: int) -> None:
+    """Owner and reader on one host."""
+    from monarch.actor import shutdown_context, this_host
+
+    sizes = sizes_up_to(mib)
+    owner = this_host().spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
+    buffer, parts, seconds, pid, address = owner.publish.call_one().get(WAIT_S)
+    out("register_first", seconds * 1e3, "ms")
+    out("register_again", owner.publish.call_one().get(WAIT_S)[2] * 1e3, "ms")
+    out("handle_pickled", len(pickle.dumps(buffer)), "bytes")
+    target, other = bytearray(b"\2") * sizes[-1], bytearray(b"\3") * sizes[-1]
+    for nbytes in sizes:
+        _local_size(rounds, nbytes, owner, buffer, pid, address, target, other)
+    _batch("", rounds, parts, target)
+    shutdown_context().get(WAIT_S)
+
+
+def _local_size(rounds: int, nbytes: int, owner: Any, buffer: Any, pid: int, address: int, target: bytearray, other: bytearray) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    near = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    here, there = struct.pack("2Q", near, nbytes), struct.pack("2Q", address, nbytes)
+    one, view = buffer[:nbytes], memoryview(target)[:nbytes]
+    aside = memoryview(other)[:nbytes]
+    far = ctypes.addressof(ctypes.c_char.from_buffer(other))
+    table = Table()
+    calls: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: ctypes.memmove(near, far, nbytes),
+        "vm_readv": lambda: libc.process_vm_readv(pid, here, 1, there, 1, 0),
+        "read": lambda: one.read_into(view).get(WAIT_S),
+        "write": lambda: one.write_from(aside).get(WAIT_S),
+    }
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            seconds = seconds_of(call, repeats(nbytes))
+            if number:
+                table.add(name, seconds)
+    spinning = owner.spin.call_one(_spin_s(table.rows["read"], nbytes, rounds))
+    for _ in range(rounds):
+        table.add("read_spin", seconds_of(calls["read"], repeats(nbytes)))
+    spinning.get(WAIT_S)
+    table.show("local_", nbytes)
+    table.ratio("local_", "read", "vm_readv", nbytes)
+    table.ratio("local_", "write", "vm_readv", nbytes)
+
+
+def _spin_s(times: list[float], nbytes: int, rounds: int) -> float:
+    return 0.3 + 3 * max(times) * repeats(nbytes) * rounds
+
+
+def _batch(prefix: str, rounds: int, parts: list[Any], target: bytearray) -> None:
+    from monarch.rdma import RDMAAction
+
+    action = RDMAAction()
+    for number, part in enumerate(parts):
+        action.read_remote(memoryview(target)[number * 4 * KIB : (number + 1) * 4 * KIB], part)
+    times = [seconds_of(lambda: action.submit().get(WAIT_S), 1) for _ in range(5 * rounds)]
+    out(f"{prefix}batch_1000x4KiB", statistics.median(times) * 1e3, "ms")
+
+
+# --------------------------------------------------------------------------------------------------- between namespaces
+
+
+def raw_server() -> None:
+    """Send so many bytes as are asked for, on each connection."""
+    listener = socket.create_server(("", RAW_PORT))
+    memory = memoryview(bytearray(b"\1") * (256 * MIB))
+
+    def serve(sock: socket.socket) -> None:
+        with sock:
+            while len(request := sock.recv(_REQUEST.size, socket.MSG_WAITALL)) == _REQUEST.size:
+                sock.sendall(memory[: _REQUEST.unpack(request)[0]])
+
+    while True:
+        sock = listener.accept()[0]
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+
+def raw_read(socks: list[socket.socket], view: memoryview) -> None:
+    """The floor: a share of the bytes on each connection."""
+    share = max(len(view) // len(socks), 1)
+    if len(view) < 8 * MIB:
+        socks, share = socks[:1], len(view)
+
+    def take(number: int) -> None:
+        part = view[number * share : (number + 1) * share]
+        socks[number].sendall(_REQUEST.pack(len(part)))
+        done = 0
+        while done < len(part):
+            done += socks[number].recv_into(part[done:], 0, socket.MSG_WAITALL)
+
+    others = [threading.Thread(target=take, args=(number,)) for number in range(1, len(socks))]
+    for thread in others:
+        thread.start()
+    take(0)
+    for thread in others:
+        thread.join()
+
+
+def network_client(ip: str, rounds: int, mib: int) -> None:
+    """Owner on another host."""
+    from monarch.actor import attach_to_workers, shutdown_context
+
+    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{ip}:{PORT}"])
+    mesh.initialized.get(WAIT_S)
+    sizes = [size for size in sizes_up_to(mib) if size <= 256 * MIB]
+    owner = mesh.spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
+    buffer, parts, _, _, _ = owner.publish.call_one().get(WAIT_S)
+    socks = [socket.create_connection((ip, RAW_PORT)) for _ in range(CONNECTIONS)]
+    for sock in socks:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    target = bytearray(b"\2") * sizes[-1]
+    for nbytes in sizes:
+        one, view, table = buffer[:nbytes], memoryview(target)[:nbytes], Table()
+        calls: dict[str, Callable[[], object]] = {
+            "raw_tcp": lambda view=view: raw_read(socks, view),  # type: ignore[misc]
+            "read": lambda one=one, view=view: one.read_into(view).get(WAIT_S),  # type: ignore[misc]
+            "write": lambda one=one, view=view: one.write_from(view).get(WAIT_S),  # type: ignore[misc]
+        }
+        for number in range(rounds + 1):
+            for name, call in calls.items():
+                seconds = seconds_of(call, repeats(nbytes))
+                if number:
+                    table.add(name, seconds)
+        spinning = owner.spin.call_one(2 * _spin_s(table.rows["read"], nbytes, rounds))
+        for _ in range(rounds):
+            table.add("raw_tcp_spin", seconds_of(calls["raw_tcp"], repeats(nbytes)))
+            table.add("read_spin", seconds_of(calls["read"], repeats(nbytes)))
+        spinning.get(WAIT_S)
+        table.show("network_", nbytes)
+        table.ratio("network_", "read", "raw_tcp", nbytes)
+        table.ratio("network_", "write", "raw_tcp", nbytes)
+        table.ratio("network_", "read_spin", "raw_tcp_spin", nbytes)
+    _batch("network_", rounds, parts, target)
+    for sock in socks:
+        sock.close()
+    mesh.stop().get(WAIT_S)
+    shutdown_context().get(WAIT_S)
+
+
+def network(rounds: int, mib: int) -> None:
+    """Two namespaces: a worker loop and the raw server in one, the client in the other."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from system.hosts import Hosts, inside
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), "MONARCH_RDMA_TRANSPORTS": "tcp"}
+    environment.pop("MONARCH_SECRET", None)
+    with Hosts() as rig:
+        a, b = rig[:2]
+        server = f"from monarch.actor import run_worker_loop_forever as f; f(address='tcp://{a.ip}:{PORT}', ca='trust_all_connections')"
+        processes = [
+            a.run(server, env=environment, stdout=subprocess.DEVNULL),
+            a.run([sys.executable, __file__, "--raw"], env=environment),
+        ]
+        try:
+            for port in (PORT, RAW_PORT):
+                deadline = now() + WAIT_S
+                with inside(a):
+                    while socket.socket().connect_ex((a.ip, port)) and now() < deadline:
+                        time.sleep(0.05)
+            client = b.run([sys.executable, __file__, "--client", json.dumps([a.ip, rounds, mib])], env=environment)
+            if client.wait(240):
+                remark(f"network failed: exit status {client.returncode}")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=1024, help="largest size")
+    parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.raw:
+        raw_server()
+    elif options.client:
+        network_client(*json.loads(options.client))
+    else:
+        for section in options.sections or SECTIONS:
+            {"local": local, "network": network}[section](options.rounds, options.mib)
+
+
+if __name__ == "__main__":
+    main()

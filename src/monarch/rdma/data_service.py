@@ -1,0 +1,261 @@
+"""The data service of a host agent: it reads and writes published memory of the host's processes for readers on other hosts.
+
+    reader ---- TCP, proved ---- a thread of the agent ---- process_vm_readv ---- the owner, which takes no part
+
+Rules of this file:
+    1. One thread per connection, `PIECE_BYTES` of memory each, at most `rdma_data_max_connections` of them. Who comes then is told so,
+       `_MOST_REFUSALS` at a time; others find their connection closed.
+    2. Bytes leave only after the owner's table has vouched for them, so a reader never gets those of a dropped region.
+    3. Bytes of a write go to the owner as they come; what follows a failure is read and thrown away, and the reply says so.
+    4. A connection without a request for `rdma_idle_limit`, or that stands still within one for `_STALLED_S`, is closed.
+
+Read next: `owners.py` for the memory, `data_frames.py` for the protocol, `tcp_transport.py` for the other end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from monarch import config
+from monarch._wire.memory_messages import ShareMemory
+from monarch.rdma import vm
+from monarch.rdma.channel import Channel
+from monarch.rdma.data_frames import (
+    REQUEST_BYTES,
+    Code,
+    DataFrameError,
+    Verb,
+    WireSpan,
+    decode_head,
+    decode_rest,
+    encode_failure,
+    encode_reply,
+)
+from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError
+from monarch.rdma.owners import SharedOwner
+
+_logger = logging.getLogger("monarch.rdma")
+PIECE_BYTES = 1 << 19
+_STALLED_S = 60.0
+_SLACK_S = 5.0
+"""A reader closes idle connections first, as a rule, so that none is closed while it is being used again."""
+_CLOSE_S = 1.0
+_MOST_REFUSALS = 16
+_REFUSAL_S = 2.0
+"""How long somebody who is refused may take to ask for something; before that he would not read the answer."""
+
+
+class DataService:
+    """See the head of this file. Thread: the agent's loop; connections have threads of their own."""
+
+    def __init__(self, slack_s: float = _SLACK_S) -> None:
+        """Args:
+        slack_s: how much longer than `rdma_idle_limit` an idle connection stays.
+        """
+        self._owners: dict[str, SharedOwner] = {}
+        self._connections: set[_Connection] = set()
+        self._lock = threading.Lock()
+        self._most = config.value("rdma_data_max_connections")
+        self._idle_s = config.seconds("rdma_idle_limit") + slack_s
+        self._closed = False
+
+    def share(self, uid: str, pid: int, message: ShareMemory) -> None:
+        """A process of this host has made a table of regions."""
+        old = self._owners.get(uid)
+        if old is not None and (old.pid, old.nonce) == (pid, message.nonce):
+            return
+        self._owners[uid] = SharedOwner(uid, pid, message.table, message.nonce)
+        if old is not None:
+            old.close()
+
+    def on_lost(self, uid: str, pid: int) -> None:
+        """A process has closed its link to the agent: it has ended, or is about to."""
+        owner = self._owners.get(uid)
+        if owner is not None and owner.pid == pid:
+            del self._owners[uid]
+            owner.close()
+
+    def find(self, uid: str, nonce: bytes) -> SharedOwner:
+        """The owner that a request means. Thread: any.
+
+        Raises:
+            OwnerGoneError: it is not here (any more).
+        """
+        owner = self._owners.get(uid)
+        if owner is None:
+            raise OwnerGoneError("its process has ended")
+        if owner.nonce != nonce:
+            raise OwnerGoneError("its process has ended, and another one was started in its place")
+        return owner
+
+    def on_connection(self, sock: Any, peer: str, greeting: bytes = b"") -> None:
+        """Serve a connection on a thread of its own, which sends `greeting` first."""
+        with self._lock:
+            over = len(self._connections) - self._most
+            why = f"this host agent serves {self._most} data connections already (rdma_data_max_connections)" if over >= 0 else ""
+            if self._closed or over >= _MOST_REFUSALS:
+                sock.close()
+                return
+            connection = _Connection(self, Channel(sock), peer, self._idle_s, greeting, why)
+            self._connections.add(connection)
+            connection.thread.start()
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection is over. Thread: its own."""
+        with self._lock:
+            self._connections.discard(connection)
+
+    @property
+    def num_connections(self) -> int:
+        """How many are served now."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Break all connections, and wait a moment for their threads."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            connection.channel.interrupt()
+        deadline_s = time.monotonic() + _CLOSE_S
+        for connection in connections:
+            connection.thread.join(max(0.0, deadline_s - time.monotonic()))
+        for owner in self._owners.values():
+            owner.close()
+        self._owners.clear()
+
+
+class _Connection:
+    """One reader's connection. Thread: its own."""
+
+    def __init__(self, service: DataService, channel: Channel, peer: str, idle_s: float, greeting: bytes, refusal: str) -> None:
+        """Args:
+        greeting: what is sent first.
+        refusal: why nothing is served here; "" if it is.
+        """
+        self.channel = channel
+        self.thread = threading.Thread(target=self._serve, name="monarch-data", daemon=True)
+        self._service = service
+        self._peer = peer
+        self._greeting = greeting
+        self._refusal = refusal
+        self._idle_s = _REFUSAL_S if refusal else idle_s
+        self._buffer = bytearray()
+        self._view = memoryview(self._buffer)
+        self._address = 0
+
+    def _serve(self) -> None:
+        head = memoryview(bytearray(REQUEST_BYTES))
+        try:
+            self.channel.send([self._greeting], _soon())
+            while True:
+                self.channel.receive(head, time.monotonic() + self._idle_s)
+                if self._refusal:
+                    self._refuse()
+                    return
+                self._answer(head)
+        except DeadlineError:
+            _logger.debug("data connection closed: peer=%s reason=idle", self._peer)
+        except DataFrameError as exc:
+            _logger.warning("data connection closed: peer=%s reason=%s", self._peer, exc)
+        except OSError as exc:
+            _logger.debug("data connection closed: peer=%s reason=%s", self._peer, exc)
+        except Exception:
+            _logger.exception("data connection broke: peer=%s", self._peer)
+        finally:
+            self.channel.close()
+            self._service.forget(self)
+
+    def _refuse(self) -> None:
+        text = self._refusal.encode()
+        self.channel.send([encode_reply(Code.BUSY, len(text)), text], _soon())
+        self.channel.finish(time.monotonic() + _REFUSAL_S)
+
+    def _answer(self, data: memoryview) -> None:
+        head = decode_head(data)
+        rest = memoryview(bytearray(head.rest_bytes))
+        self.channel.receive(rest, _soon())
+        uid, spans = decode_rest(head, rest)
+        if head.verb is Verb.WRITE:
+            self._write(uid, head.nonce, spans)
+            return
+        try:
+            owner = self._service.find(uid, head.nonce)
+            if head.verb is Verb.READ:
+                self._read(owner, spans)
+            else:
+                owner.check()
+                self.channel.send([encode_reply(Code.OK, 0)], _soon())
+        except DeadlineError:
+            raise
+        except TransferError as exc:
+            self.channel.send([encode_failure(exc)], _soon())
+
+    def _read(self, owner: SharedOwner, spans: Sequence[WireSpan]) -> None:
+        resolved = owner.resolve(spans, to_write=False)
+        self._prepare(sum(span.nbytes for span in spans))
+        for piece, nbytes in self._pieces(resolved):
+            vm.read_spans(owner.pid, piece)
+            self.channel.send([encode_reply(Code.OK, nbytes), self._view[:nbytes]], _soon())
+
+    def _write(self, uid: str, nonce: bytes, spans: Sequence[WireSpan]) -> None:
+        left = sum(span.nbytes for span in spans)
+        self._prepare(left)
+        failure: TransferError | None = None
+        try:
+            owner = self._service.find(uid, nonce)
+            locks = owner.locks()
+            for piece, nbytes in self._pieces(owner.resolve(spans, to_write=True)):
+                self.channel.receive(self._view[:nbytes], _soon())
+                left -= nbytes
+                vm.write_spans(owner.pid, piece, locks)
+        except DeadlineError:
+            raise
+        except TransferError as exc:
+            failure = exc
+        while left:
+            nbytes = min(left, len(self._view))
+            self.channel.receive(self._view[:nbytes], _soon())
+            left -= nbytes
+        self.channel.send([encode_reply(Code.OK, 0) if failure is None else encode_failure(failure)], _soon())
+
+    def _prepare(self, nbytes: int) -> None:
+        """Have room for a piece; it grows to `PIECE_BYTES` when somebody needs that, and stays."""
+        wanted = min(nbytes, PIECE_BYTES)
+        if len(self._buffer) < wanted:
+            self._view.release()
+            self._buffer = bytearray(wanted)
+            self._view = memoryview(self._buffer)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+
+    def _pieces(self, spans: Sequence[vm.Span]) -> Iterator[tuple[list[vm.Span], int]]:
+        """Spans over the buffer, as many as fit, and their bytes, one after the other."""
+        room = len(self._view)
+        piece: list[vm.Span] = []
+        used = 0
+        for span in spans:
+            done = 0
+            while done < span.nbytes:
+                nbytes = min(span.nbytes - done, room - used)
+                piece.append(span._replace(local=self._address + used, remote=span.remote + done, nbytes=nbytes))
+                done += nbytes
+                used += nbytes
+                if used == room:
+                    yield piece, used
+                    piece, used = [], 0
+        if piece:
+            yield piece, used
+
+
+def _soon() -> float:
+    return time.monotonic() + _STALLED_S
+
+
+def make_service() -> DataService:
+    """The service of this agent."""
+    return DataService()

@@ -1,0 +1,150 @@
+"""The transport "tcp": the host agent of the owner reads and writes its memory for us, over several connections.
+
+Neither the owner's interpreter nor its threads take part, so it does not matter what they do. Works between hosts wherever messages
+do: directly, with TLS, and through gateways.
+
+Rules of this file:
+    1. Connections belong to an agent, not to an owner, and are made when they are needed, at most `num_threads` for each agent.
+       Idle ones are closed after `rdma_idle_limit`.
+    2. An owner whose agent can't be dialled, such as a client that does not listen, has it dial the reader.
+
+Read next: `connections.py` for the connections, `data_service.py` for the other end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from monarch import config
+from monarch._base.ids import ProcRef
+from monarch._net.credentials import encoded_credentials
+from monarch._wire.memory_messages import LendMemory, ShareMemory
+from monarch.rdma.connections import Borrower, Connections, dial_agent
+from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
+from monarch.rdma.errors import UnreachableError
+from monarch.rdma.handles import Handle
+from monarch.rdma.regions import Region, RegionTable
+from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, cut, even_piece
+from monarch.rdma.workers import Workers
+
+if TYPE_CHECKING:
+    from monarch.actor.process import Process
+
+_LEAST_PIECE = 1 << 20
+_MOST_PIECE = 16 << 20
+_CLOSE_S = 1.0
+
+
+_logger = logging.getLogger("monarch.rdma")
+
+
+class TcpTransport:
+    """See the head of this file. Thread: any."""
+
+    name = "tcp"
+    is_instant = False
+
+    def __init__(self, process: Process, table: Callable[[], RegionTable]) -> None:
+        """Args:
+        table: the regions of this process.
+        """
+        self.num_threads = max(config.value("rdma_tcp_connections"), config.value("rdma_tcp_fallback_parallelism"))
+        self._process = process
+        self._table = table
+        self._told = ""
+        """The agent that knows of the table."""
+        self._agents: dict[str, Connections] = {}
+        """By their address, or the owner that is to be asked."""
+        self._borrower = Borrower(process)
+        self._lender = Workers("monarch-rdma-lend", 1)
+        self._lock = threading.Lock()
+
+    def register(self, region: Region) -> bytes | None:
+        """The address of the agent that serves it; nothing when that can't be dialled, and the owner is to be asked."""
+        if region.memory.device != "cpu" or not config.value("rdma_allow_tcp_fallback"):
+            return None
+        agent = self._process.proc.host or self._process.host_identity()
+        if not agent.address.startswith(("tcp://", "tls://")):
+            return b""
+        self._tell(agent)
+        return agent.address.encode()
+
+    def _tell(self, agent: ProcRef) -> None:
+        """Let the agent know of this process's table."""
+        if self._told != agent.address:
+            self._process.need_agent(agent)
+            table = self._table()
+            self._process.proc.tell(agent, ShareMemory(table.address, table.nonce))
+            self._told = agent.address
+
+    def lend(self, message: LendMemory) -> None:
+        """A reader can't dial the agent: have that dial the reader. Thread: net loop; the agent may have to be started first."""
+        self._lender.start_task(lambda: self._lend(message))
+
+    def _lend(self, message: LendMemory) -> None:
+        agent = self._process.proc.host or self._process.host_identity()
+        try:
+            self._tell(agent)
+        except (RuntimeError, OSError) as exc:  # this process is being shut down, or has no room for another one
+            _logger.warning("memory can't be lent: reader=%s reason=%s", message.reader, exc)
+            return
+        self._process.proc.tell(agent, msgspec.structs.replace(message, credentials=encoded_credentials()))
+
+    def deregister(self, region: Region) -> None:
+        """Nothing was kept."""
+
+    def connect(self, handle: Handle, deadline_s: float) -> None:
+        """Ask the owner's agent whether it knows the owner; see `Transport`."""
+        if not config.value("rdma_allow_tcp_fallback"):
+            raise UnreachableError("rdma_allow_tcp_fallback is off")
+        self._agent_of(handle).ask(Verb.PROBE, handle, (), (), deadline_s)
+
+    def lane(self, handle: Handle) -> str:
+        """See `Transport`; those who share the connections to one agent."""
+        return f"{self.name} {self._key_of(handle)}"
+
+    def cut(self, ops: Sequence[Op]) -> list[Piece]:
+        """See `Transport`."""
+        total = sum(op.nbytes for op in ops)
+        size = SPLIT_BYTES if total < SPLIT_BYTES else even_piece(total, self.num_threads, _LEAST_PIECE, _MOST_PIECE)
+        return list(cut(ops, piece_bytes=size, most_ops=MAX_SPANS))
+
+    def move(self, piece: Piece, deadline_s: float) -> None:
+        """See `Transport`."""
+        handle = piece.ops[0].handle
+        spans = [WireSpan(op.handle.slot, op.handle.generation, op.offset, op.nbytes) for op in piece.ops]
+        views = [op.local.view(op.local_offset, op.nbytes) for op in piece.ops]
+        self._agent_of(handle).ask(Verb.READ if piece.kind == "read" else Verb.WRITE, handle, spans, views, deadline_s)
+
+    def _agent_of(self, handle: Handle) -> Connections:
+        agent, key = handle.blobs[self.name].decode(errors="replace"), self._key_of(handle)
+        with self._lock:
+            connections = self._agents.get(key)
+            if connections is None:
+                dial = partial(dial_agent, self._process, agent) if agent else partial(self._borrower.dial, handle.ref)
+                connections = self._agents[key] = Connections(self._process, agent or f"the host of {key}", self.num_threads, dial)
+            return connections
+
+    def _key_of(self, handle: Handle) -> str:
+        return handle.blobs[self.name].decode(errors="replace") or handle.ref.uid
+
+    def forget(self, nonce: bytes) -> None:
+        """Connections are the agent's, which lives on."""
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connections in list(self._agents.values()):
+            connections.close()
+        self._borrower.close()
+        self._lender.close(_CLOSE_S)
+
+    def abandon(self) -> None:
+        """See `Transport`."""
+        for connections in self._agents.values():
+            connections.abandon()

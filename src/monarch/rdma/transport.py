@@ -1,0 +1,215 @@
+"""Transports: what can move bytes between this process and the memory of another, behind one interface.
+
+    cma     same machine: the kernel copies (`vm_transport.py`)
+    ipc     GPUs of one machine (not there yet)
+    nixl    InfiniBand, RoCE, EFA (not there yet)
+    tcp     anywhere else: the owner's host agent reads and writes for us (`tcp_transport.py`)
+
+The engine takes, per owner, the first in this order whose blob is in the handle and whose `connect` has really reached the owner, and
+remembers it. What is large is cut into pieces, which several threads move at once.
+
+A transport blocks: it is called by the thread of the caller for a few microseconds, or by workers of the engine. An `async` interface
+would put an event loop, which costs more than a small transfer, into every one of them.
+
+Rules of this file:
+    1. Nothing here names a transport but the order.
+    2. `connect` raises `UnreachableError` for "not by this one", and `OwnerGoneError` for "by none".
+
+Read next: `engine.py`, which drives them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from monarch.rdma.errors import DeadlineError, UnreachableError
+from monarch.rdma.handles import Handle
+from monarch.rdma.memory import LocalMemory
+from monarch.rdma.regions import Region
+
+ORDER = ("cma", "ipc", "nixl", "tcp")
+Kind: TypeAlias = Literal["read", "write"]
+_MOST_REMEMBERED = 4096
+"""Owners whose transport is known."""
+_PAGE_BYTES = 4096
+SPLIT_BYTES = 8 << 20
+"""From here on several threads are faster than one. Before, most of the work may hold the interpreter lock: tables of small ops."""
+
+
+class Op(NamedTuple):
+    """Bytes to move between local memory and a region."""
+
+    kind: Kind
+    """Seen from here."""
+    local: LocalMemory
+    local_offset: int
+    handle: Handle
+    offset: int
+    """In the region."""
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """Ops of one kind on regions of one owner, moved by one call."""
+
+    kind: Kind
+    ops: Sequence[Op]
+
+
+class Transport(Protocol):
+    """One way to move bytes. Thread: any; several may `move` at once."""
+
+    name: str
+    is_instant: bool
+    """`connect` and small moves take microseconds, so the thread of the caller does them itself."""
+    num_threads: int
+    """How many threads are of use for one submit."""
+
+    def register(self, region: Region) -> bytes | None:
+        """What a handle carries for this transport; None: it can't serve this memory."""
+
+    def deregister(self, region: Region) -> None:
+        """The region is dropped."""
+
+    def connect(self, handle: Handle, deadline_s: float) -> None:
+        """Reach the owner for the first time.
+
+        Args:
+            deadline_s: `time.monotonic()` at which to give up.
+
+        Raises:
+            UnreachableError: this transport can't; another may.
+            OwnerGoneError, DeadlineError: none can.
+        """
+
+    def lane(self, handle: Handle) -> str:
+        """What transfers of this owner share with others, such as connections. Lanes have threads of their own: none waits for another."""
+
+    def cut(self, ops: Sequence[Op]) -> list[Piece]:
+        """The ops as pieces in any order; together they are the ops."""
+
+    def move(self, piece: Piece, deadline_s: float) -> None:
+        """Move the bytes; TransferError and its kinds when they did not all arrive."""
+
+    def forget(self, nonce: bytes) -> None:
+        """The owner with this nonce is gone."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+    def abandon(self) -> None:
+        """Close inherited descriptors only; this process is a fork."""
+
+
+class Choice:
+    """Which transport leads to which owner. Thread: any."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.transports = sorted(transports, key=lambda transport: ORDER.index(transport.name))
+        self._known: dict[bytes, Transport] = {}
+        """By the owner's nonce."""
+        self._nonces: dict[str, bytes] = {}
+        """Of the owners in `_known`, by uid."""
+
+    def known(self, handle: Handle) -> Transport | None:
+        """The transport that was chosen before."""
+        return self._known.get(handle.nonce)
+
+    def instant(self, handle: Handle) -> Transport | None:
+        """The transport that was chosen before, or one that is quickly tried; None: choosing may take a while."""
+        known = self._known.get(handle.nonce)
+        if known is not None:
+            return known if known.is_instant else None
+        first = next((transport for transport in self.transports if transport.name in handle.blobs), None)
+        if first is None or not first.is_instant:
+            return None
+        try:
+            return self._connect(first, handle, time.monotonic() + 1)
+        except UnreachableError:
+            return None
+
+    def choose(self, handle: Handle, deadline_s: float) -> Transport:
+        """The transport to use.
+
+        Raises:
+            UnreachableError: none leads there; the text has the reason of each.
+            OwnerGoneError, DeadlineError: see `connect`.
+        """
+        known = self._known.get(handle.nonce)
+        if known is not None:
+            return known
+        reasons, hint = [], ""
+        for transport in self.transports:
+            if transport.name not in handle.blobs:
+                reasons.append(f"{transport.name}: the owner can't be reached so")
+                continue
+            try:
+                return self._connect(transport, handle, deadline_s)
+            except UnreachableError as exc:
+                reasons.append(f"{transport.name}: {exc.what}")
+                hint = exc.next or hint
+        raise UnreachableError(f"no compatible RDMA backend for buffer ({'; '.join(reasons) or 'none is switched on'})", next=hint)
+
+    def forget(self, nonce: bytes) -> None:
+        """The owner is gone: let go of what is kept for it."""
+        self._known.pop(nonce, None)
+        for transport in self.transports:
+            transport.forget(nonce)
+
+    def forget_process(self, uid: str) -> None:
+        """The process has ended: the same for all that it owned."""
+        nonce = self._nonces.pop(uid, None)
+        if nonce is not None:
+            self.forget(nonce)
+
+    def _connect(self, transport: Transport, handle: Handle, deadline_s: float) -> Transport:
+        transport.connect(handle, deadline_s)
+        if len(self._known) >= _MOST_REMEMBERED:
+            self._known.clear()
+            self._nonces.clear()
+        self._known[handle.nonce] = transport
+        self._nonces[handle.ref.uid] = handle.nonce
+        return transport
+
+
+def cut(ops: Sequence[Op], *, piece_bytes: int, most_ops: int) -> Iterator[Piece]:
+    """Split large ops and put small ones of one kind and owner together.
+
+    Args:
+        piece_bytes: most bytes of a piece.
+        most_ops: most ops of a piece.
+    """
+    together: list[Op] = []
+    total = 0
+    kind, nonce = "", b""
+    for op in ops:
+        for part in (op,) if op.nbytes <= piece_bytes else _split(op, piece_bytes):
+            differs = part.kind != kind or part.handle.nonce != nonce
+            if differs or total + part.nbytes > piece_bytes or len(together) >= most_ops:
+                if together:
+                    yield Piece(together[0].kind, together)
+                together, total, kind, nonce = [], 0, part.kind, part.handle.nonce
+            together.append(part)
+            total += part.nbytes
+    if together:
+        yield Piece(together[0].kind, together)
+
+
+def _split(op: Op, piece_bytes: int) -> Iterator[Op]:
+    for done in range(0, op.nbytes, piece_bytes):
+        nbytes = min(piece_bytes, op.nbytes - done)
+        yield op._replace(local_offset=op.local_offset + done, offset=op.offset + done, nbytes=nbytes)
+
+
+def even_piece(total: int, num_threads: int, least: int, most: int) -> int:
+    """Bytes of a piece, so that `num_threads` have about as much to do each: whole pages between `least` and `most`."""
+    share = -(-total // num_threads)
+    return max(least, min(most, -(-share // _PAGE_BYTES) * _PAGE_BYTES))
+
+
+def check_deadline(deadline_s: float) -> None:
+    """DeadlineError when the time is over."""
+    if time.monotonic() >= deadline_s:
+        raise DeadlineError

@@ -1,0 +1,180 @@
+"""The transport "cma" (cross-memory attach): owner and reader are on one machine, and the kernel copies between them.
+
+Nobody of the owner's takes part: it may compute, hold its interpreter lock or be stopped. Whether it works (same kernel and
+process ids, same user, no Yama, no seccomp profile against it) shows when the owner's nonce is read.
+
+Rules of this file:
+    1. A process is believed to be the owner only after its table has shown the owner's nonce; every transfer checks that again.
+    2. Pieces are at most `vm.PIECE_BYTES`, so two threads share a large transfer and deadlines are kept.
+
+Read next: `vm.py` for the calls.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from monarch.rdma import vm
+from monarch.rdma.errors import OwnerGoneError, UnreachableError
+from monarch.rdma.handles import Handle
+from monarch.rdma.regions import Region, RegionTable, SlotLocks
+from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, check_deadline, cut, even_piece
+
+_BLOB = struct.Struct("<16sQIiQ")
+_LEAST_PIECE = 1 << 20
+_MOST_KNOWN = 8192
+_PR_SET_PTRACER = 0x59616D61
+_ANY_PROCESS = 2**64 - 1
+
+
+class _Place(NamedTuple):
+    """Where a region is, for the kernel."""
+
+    pid: int
+    address: int
+    entry_address: int
+    entry: bytes
+    slot: int
+    number: int
+
+
+class VmTransport:
+    """See the head of this file. Thread: any."""
+
+    name = "cma"
+    is_instant = True
+
+    def __init__(self, table: Callable[[], RegionTable]) -> None:
+        """Args:
+        table: the regions of this process.
+        """
+        self.num_threads = min(2, os.cpu_count() or 1)
+        self._table = table
+        self._places: dict[tuple[bytes, int], _Place] = {}
+        """By nonce and generation."""
+        self._locks: dict[bytes, SlotLocks] = {}
+        """By the owner's nonce."""
+        self._lock = threading.Lock()
+
+    def register(self, region: Region) -> bytes | None:
+        """Where the entry is; None for memory of a device, or when this system has no such calls."""
+        if region.memory.device != "cpu" or not vm.available():
+            return None
+        _let_others_look()
+        table = self._table()
+        boot, namespace = _machine()
+        return _BLOB.pack(boot, namespace, table.pid, -1 if table.locks is None else table.locks.fd, region.entry_address)
+
+    def deregister(self, region: Region) -> None:
+        """Nothing was kept."""
+
+    def connect(self, handle: Handle, deadline_s: float) -> None:
+        """Read the owner's nonce; see `Transport`."""
+        try:
+            boot, namespace, pid, _, _ = _BLOB.unpack(handle.blobs[self.name])
+        except struct.error:
+            raise UnreachableError("the handle is broken") from None
+        if not vm.available():
+            raise UnreachableError("this system has no process_vm_readv")
+        if (boot, namespace) != _machine():
+            raise UnreachableError("the owner is on another machine, or in another container")
+        if vm.read_head(pid, handle.table).nonce != handle.nonce:
+            raise OwnerGoneError("its process has ended, and another one has its process id")
+
+    def lane(self, handle: Handle) -> str:
+        """See `Transport`; the kernel lets nobody wait."""
+        return self.name
+
+    def cut(self, ops: Sequence[Op]) -> list[Piece]:
+        """See `Transport`."""
+        total = sum(op.nbytes for op in ops)
+        size = vm.PIECE_BYTES if total < SPLIT_BYTES else even_piece(total, self.num_threads, _LEAST_PIECE, vm.PIECE_BYTES)
+        return list(cut(ops, piece_bytes=size, most_ops=vm.MAX_SPANS))
+
+    def move(self, piece: Piece, deadline_s: float) -> None:
+        """See `Transport`."""
+        check_deadline(deadline_s)
+        places, new_span = self._places, vm.Span._make
+        spans = []
+        pid = 0
+        for _, local, local_offset, handle, offset, nbytes in piece.ops:
+            place = places.get((handle.nonce, handle.generation)) or self._learn(handle)
+            pid, address, entry_address, entry, slot, number = place
+            spans.append(new_span((local.address + local_offset, address + offset, nbytes, entry_address, entry, slot, number)))
+        if piece.kind == "read":
+            vm.read_spans(pid, spans)
+        else:
+            vm.write_spans(pid, spans, self._locks_of(piece.ops[0].handle))
+
+    def _learn(self, handle: Handle) -> _Place:
+        if len(self._places) >= _MOST_KNOWN:
+            self._places.clear()
+        _, _, pid, _, entry_address = _BLOB.unpack(handle.blobs[self.name])
+        place = self._places[handle.nonce, handle.generation] = _Place(
+            pid, handle.address, entry_address, handle.entry(), handle.slot, handle.number
+        )
+        return place
+
+    def _locks_of(self, handle: Handle) -> SlotLocks:
+        locks = self._locks.get(handle.nonce)
+        if locks is not None:
+            return locks
+        _, _, pid, lock_fd, _ = _BLOB.unpack(handle.blobs[self.name])
+        with self._lock:
+            locks = self._locks.get(handle.nonce)
+            if locks is None:
+                locks = self._locks[handle.nonce] = vm.owner_locks(pid, handle.table, lock_fd)
+            return locks
+
+    def forget(self, nonce: bytes) -> None:
+        """The owner is gone."""
+        with self._lock:
+            locks = self._locks.pop(nonce, None)
+        if locks is not None:
+            locks.close()
+
+    def close(self) -> None:
+        """Close the owners' lock files."""
+        with self._lock:
+            for locks in self._locks.values():
+                locks.close()
+            self._locks.clear()
+        self._places.clear()
+
+    def abandon(self) -> None:
+        """See `Transport`."""
+        for locks in self._locks.values():
+            os.close(locks.fd)
+            locks.fd = -1
+
+
+@lru_cache(maxsize=1)
+def _machine() -> tuple[bytes, int]:
+    """Boot of this kernel and its namespace of process ids: where a process id means the same."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = bytes.fromhex(file.read().strip().replace("-", ""))
+        return boot, os.stat("/proc/self/ns/pid").st_ino
+    except (OSError, ValueError):
+        return os.urandom(16), 0  # equal to nobody's but this process's own
+
+
+@lru_cache(maxsize=1)
+def _let_others_look() -> None:
+    """Where Yama lets a process look only at its children, allow all that the kernel allows otherwise: the same user."""
+    try:
+        with open("/proc/sys/kernel/yama/ptrace_scope") as file:
+            scope = file.read().strip()
+    except OSError:
+        return
+    if scope == "1" and sys.platform == "linux":
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(ctypes.c_int(_PR_SET_PTRACER), ctypes.c_ulong(_ANY_PROCESS), 0, 0, 0)

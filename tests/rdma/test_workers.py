@@ -1,0 +1,53 @@
+"""Workers: as many threads as there is work for, at most the limit, and none in the end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from monarch.rdma.workers import Workers
+
+WAIT_S = 5.0
+
+
+@pytest.fixture
+def workers():
+    made = Workers("test-rdma", 2)
+    yield made
+    made.close(WAIT_S)
+    assert not [thread for thread in threading.enumerate() if thread.name == "test-rdma"]
+
+
+def test_tasks_run_at_the_same_time_up_to_the_limit(workers):
+    both, gate, ran = threading.Barrier(3), threading.Event(), []
+
+    def wait():
+        both.wait(WAIT_S)
+        gate.wait(WAIT_S)
+
+    workers.start_task(wait)
+    workers.start_task(wait)
+    workers.start_task(lambda: ran.append("third"))
+    both.wait(WAIT_S)
+    assert not ran
+    gate.set()
+    done = threading.Event()
+    workers.start_task(done.set)
+    assert done.wait(WAIT_S) and ran == ["third"]
+
+
+def test_one_thread_does_what_comes_one_after_the_other(workers):
+    for _ in range(20):
+        done = threading.Event()
+        workers.start_task(done.set)
+        assert done.wait(WAIT_S)
+    assert len([thread for thread in threading.enumerate() if thread.name == "test-rdma"]) <= 2
+
+
+def test_what_was_given_in_is_done_before_the_end():
+    workers, ran = Workers("test-rdma", 1), []
+    for number in range(50):
+        workers.start_task(lambda number=number: ran.append(number))
+    workers.close(WAIT_S)
+    assert ran == list(range(50))
