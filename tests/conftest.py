@@ -43,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Other sessions may mount as well."""
+    own = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    os.environ[leaks.MOUNT_ROOTS] = os.pathsep.join([str(own), os.environ["TMPDIR"]])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if _is_system(item):

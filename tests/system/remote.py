@@ -11,12 +11,14 @@ Read next: `hosts.py` for the rig, `script.py` for what a run tells.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from monarch._net.certificates import mint_job_certificates
 from system.hosts import Host
 from system.script import CompletedRun, Run, run_script, start_script
 from system.waiting import is_gone, wait_until
@@ -95,6 +97,14 @@ def start_alone(host: Host, source: str, *, env: Mapping[str, str | None] | None
 def run_alone(host: Host, source: str, *, env: Mapping[str, str | None] | None = None, **options: Any) -> CompletedRun:
     """`run_script` on a host, isolated. Modules of the tests can be imported there."""
     return run_script(source, prefix=alone(host), env={"PYTHONPATH": TESTS, **(env or {})}, **options)
+
+
+def tls(folder: Path) -> dict[str, str]:
+    """Variables of a program on any host that has the certificates of a new authority in files of its own."""
+    files = mint_job_certificates(folder)
+    own = {name: f"/dev/shm/{name}.pem" for name in ("cert", "key", "ca")}
+    texts = {path: Path(getattr(files, name)).read_text() for name, path in own.items()}
+    return {f"HYPERACTOR_TLS_{name.upper()}": path for name, path in own.items()} | {"TEST_FILES": json.dumps(texts)}
 
 
 def attach(host: Host, *groups: Sequence[str], source: str = "", ca: str | None = TRUST, **env: str) -> CompletedRun:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch._net.certificates import mint_job_certificates
-from system.remote import attach, serving
+from system.remote import attach, serving, tls
 
 SECRET = "a-secret-of-this-job-0123456789"
 OTHER = "a-secret-of-another-job-9876543210"
@@ -19,14 +18,6 @@ ACROSS = """
     assert [name for name, _ in peers.slice(hosts=0, gpus=0).ask.call_one(peers.slice(hosts=1)).get(10)] == ["host-b"] * 2
     print("across", flush=True)
 """
-
-
-def tls(folder):
-    """Variables of a program on any host that has the certificates of a new authority in files of its own."""
-    files = mint_job_certificates(folder)
-    own = {name: f"/dev/shm/{name}.pem" for name in ("cert", "key", "ca")}
-    texts = {path: Path(getattr(files, name)).read_text() for name, path in own.items()}
-    return {f"HYPERACTOR_TLS_{name.upper()}": path for name, path in own.items()} | {"TEST_FILES": json.dumps(texts)}
 
 
 def shows(run_or_done, text):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from monarch._base.ids import GATEWAY_ONLY, ProcRef, between_hosts, is_proc_name, place_of_client, split_address, split_agent
 from monarch._net.loop import NetLoop, Timer
 from monarch._net.router import Events, Router, socket_path
-from monarch._runtime import board, dumps
+from monarch._runtime import board, dumps, mount_notes
 from monarch._wire.observation_messages import ActorActivity, Stalled
 
 if TYPE_CHECKING:
@@ -390,6 +390,9 @@ class OperatingSystem:
         for name in (path, board.path_of(path), dumps.path_of(path)):
             with contextlib.suppress(OSError):
                 os.unlink(name)
+        notes = mount_notes.note_of(path)
+        if os.path.exists(notes):
+            threading.Thread(target=mount_notes.tidy, args=(notes,), name="monarch-tidy", daemon=True).start()
 
 
 SYSTEM: Any = OperatingSystem()

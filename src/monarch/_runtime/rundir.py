@@ -14,6 +14,7 @@ import time
 from typing import NamedTuple
 
 from monarch._base.errors import explain
+from monarch._runtime import mount_notes
 
 _LOCK = "lock"
 _MAX_PREFIX = 60
@@ -54,6 +55,8 @@ def remove_run_dir(path: str) -> None:
     # Not shutil's: an agent that ends on a busy machine would spend longer on that import than on all the rest.
     for folder, folders, files in os.walk(path, topdown=False):
         for name in files:
+            if name.startswith(mount_notes.PREFIX):
+                mount_notes.tidy(os.path.join(folder, name))
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(folder, name))
         for name in folders:

@@ -31,6 +31,8 @@ from monarch._base.errors import explain
 
 GRACE_S = 3.0
 SESSION_MARK = "MONARCH_TEST_SESSION"
+MOUNT_ROOTS = "MONARCH_TEST_MOUNT_ROOTS"
+"""Environment variable with the folders below which mounts are this session's, separated as in PATH; without it, all are."""
 _SHM = Path("/dev/shm")
 _WATCHED_FDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/", "/dev/fuse")
 
@@ -196,7 +198,9 @@ def _in_use_elsewhere(path: Path) -> bool:
 
 def _mounts() -> frozenset[str]:
     lines = _read("/proc/self/mountinfo").splitlines()
-    return frozenset(line.split()[4] for line in lines if " - fuse" in line)
+    roots = tuple(root.rstrip("/") + "/" for root in os.environ.get(MOUNT_ROOTS, "").split(os.pathsep) if root)
+    paths = (line.split()[4] for line in lines if " - fuse" in line)
+    return frozenset(path for path in paths if not roots or path.startswith(roots))
 
 
 def _listdir(path: str) -> list[str]:

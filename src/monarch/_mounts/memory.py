@@ -1,0 +1,93 @@
+"""Memory for the bytes of a pushed directory: pages that exist only once they are written, and that a descriptor may stand for.
+
+An anonymous memory file (memfd) where the system has them: it has no name, so nothing stays behind however the process ends, and the
+kernel can serve reads from its descriptor. Elsewhere anonymous shared pages.
+
+Rules of this file:
+    1. A view handed out keeps its pages mapped, also after `close`; the last view unmaps them.
+    2. Pages never written read as zeros.
+
+Read next: `store.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from functools import lru_cache
+from typing import Any
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Memory:
+    """`size` bytes, all zero. Thread: any; the owner keeps `close` apart from all else."""
+
+    def __init__(self, size: int, *, keep_fd: bool) -> None:
+        self.size = size
+        self.fd: int | None = None
+        """Descriptor of these bytes, until `close`; None: not kept, or there is none on this system."""
+        fd = _memfd(size)
+        try:
+            self.view: memoryview = _mapped(fd, size)
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
+        if fd is not None and keep_fd:
+            self.fd = fd
+        elif fd is not None:
+            os.close(fd)
+
+    def discard(self, start: int, end: int) -> None:
+        """Give the whole pages inside [start, end) back to the system; they read as zeros again."""
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and sys.platform == "linux":
+            anchor = ctypes.c_char.from_buffer(self.view)
+            _libc().madvise(ctypes.addressof(anchor) + start, end - start, mmap.MADV_REMOVE)
+
+    def close(self) -> None:
+        """Close the descriptor and let go of the pages."""
+        if self.fd is not None:
+            os.close(self.fd)
+        self.fd, self.view = None, memoryview(b"")
+
+
+def _memfd(size: int) -> int | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        fd = os.memfd_create("monarch-mount")
+    except OSError:  # a sandbox may refuse it, or descriptors have run out
+        return None
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _mapped(fd: int | None, size: int) -> memoryview:
+    if fd is None:
+        return memoryview(mmap.mmap(-1, size))
+    # Not by the `mmap` module, whose objects keep a duplicate of the descriptor.
+    address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address in (None, _FAILED):
+        raise OSError(ctypes.get_errno(), f"mmap of {size} bytes: {os.strerror(ctypes.get_errno())}")
+    array = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(array, _libc().munmap, address, size).atexit = False
+    return memoryview(array).cast("B")
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

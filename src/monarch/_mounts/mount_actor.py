@@ -1,0 +1,205 @@
+"""One host's end of a pushed directory, as an actor in a process of its own: the mount, its bytes, and who gets them from here.
+
+Read next: `pushed.py` and `store.py` for what is mounted, `delivery.py` for where the bytes come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from monarch._base.errors import explain
+from monarch._mounts import copy_mode, mounting, notes
+from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, upstream_of
+from monarch._mounts.fuse_server import FuseServer
+from monarch._mounts.hashing import Digests
+from monarch._mounts.pushed import PushedFileSystem
+from monarch._mounts.snapshot import Snapshot
+from monarch._mounts.store import Store, StoreStatistics
+from monarch.actor import Actor, ActorMesh, Port, context, endpoint
+
+_logger = logging.getLogger("monarch.mounts")
+SUBDIR = "$SUBDIR"
+Mode = Literal["fuse", "copy"]
+_PATIENCE_S = 60.0
+_BIG_SHARE = 0.5
+"""Where so much of the bytes are in big files, the kernel reads them itself, if it may."""
+_PREFETCH_SHARE = 0.25
+"""Of the memory that is free: what is fetched before anybody reads it."""
+
+
+class MountStatistics(msgspec.Struct, frozen=True):
+    """What one host has, and has done."""
+
+    path: str
+    pid: int
+    """Of the process that serves the mount."""
+    store: StoreStatistics
+    delivery: DeliveryStatistics
+
+
+class MountActor(Actor):
+    """The directory on one host."""
+
+    def __init__(self, source: ActorMesh[Any]) -> None:
+        self._source = source
+        self._path = ""
+        self._mode: Mode = "fuse"
+        self._store = Store()
+        self._delivery: Delivery | None = None
+        self._filesystem: PushedFileSystem | None = None
+        self._server: FuseServer | None = None
+
+    @endpoint
+    def mount(self, mesh: ActorMesh[MountActor], path: str, snapshot: bytes, mode: Mode) -> str:
+        """Show the directory at `path`; what is in it comes as it is read, and by itself.
+
+        Args:
+            mesh: the same actor on all hosts.
+            path: `$SUBDIR` stands for the coordinates of this host.
+
+        Returns:
+            The path on this host.
+        """
+        rank = context().actor_instance.rank
+        self._path = path.replace(SUBDIR, "_".join(f"{dim}_{at}" for dim, at in rank.items()))
+        self._mode = mode
+        decoded = Snapshot.decode(snapshot)
+        self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
+        self._delivery.start()
+        if mode == "copy":
+            self._store.extend(decoded)
+            self._filesystem = PushedFileSystem(decoded, self._store)
+            return self._path
+        self._mount(decoded)
+        return self._path
+
+    def _upstreams(self, mesh: ActorMesh[MountActor], rank: int) -> list[Any]:
+        before = upstream_of(rank)
+        found = [] if before is None else [mesh.flatten("rank").slice(rank=before)]
+        return [each.piece.call_one for each in (*found, self._source)]
+
+    def _mount(self, snapshot: Snapshot) -> None:
+        problem = mounting.fuse_problem()
+        if problem:
+            raise RuntimeError(explain(f"there is no FUSE on this host: {problem}", next='or use remotemount(..., mode="copy")'))
+        _, big = self._pieces_of(snapshot)
+        total = sum(span.length for span in snapshot.spans)
+        mounting.prepare_mount_point(self._path)
+        passthrough = os.geteuid() == 0 and sum(piece.length for piece in big) > _BIG_SHARE * total
+        self._filesystem = PushedFileSystem(snapshot, self._store, opens=passthrough)
+        notes.remember(self._path)
+        fd = mounting.mount(self._path, fsname="monarch")
+        self._server = FuseServer(fd, self._filesystem, patience_s=_PATIENCE_S, passthrough=passthrough)
+        self._filesystem.knows = self._server.knows  # type: ignore[method-assign]
+        self._server.start()
+
+    def _pieces_of(self, snapshot: Snapshot) -> tuple[list[Any], list[Any]]:
+        self._store.extend(snapshot)
+        return self._store.pieces(snapshot)
+
+    @endpoint(explicit_response_port=True)
+    def fetch_code(self, port: Port[None], ahead_bytes: int | None) -> None:
+        """Fetch the small files; answered when all of them are here. The big ones follow.
+
+        Args:
+            ahead_bytes: at most so much of the big ones before somebody reads them; None: a share of the memory that is free.
+        """
+        filesystem, delivery = self._filesystem, self._delivery
+        assert filesystem is not None and delivery is not None
+        small, big = self._store.pieces(filesystem.snapshot)
+        delivery.prefetch(small, lambda: port.send(None))
+        room = _free_bytes() * _PREFETCH_SHARE if ahead_bytes is None else ahead_bytes
+        ahead = []
+        for piece in big:
+            room -= piece.length
+            if room < 0:
+                break
+            ahead.append(piece)
+        delivery.prefetch(ahead)
+
+    @endpoint
+    def copy(self) -> int:
+        """Write the files of the version of now, in copy mode; how many were written."""
+        assert self._filesystem is not None
+        return copy_mode.copy(self._filesystem.snapshot, self._store, self._path, patience_s=_PATIENCE_S).num_written
+
+    @endpoint
+    def refresh(self, snapshot: bytes, digests: Digests) -> None:
+        """Show another version, all of it at once."""
+        filesystem = self._filesystem
+        assert filesystem is not None
+        gone = filesystem.refresh(Snapshot.decode(snapshot), digests)
+        server = self._server
+        if server is not None:
+            for parent, name, node in gone:
+                if name:
+                    server.invalidate_entry(parent, name)
+                if node:
+                    server.invalidate_node(node, -1 if name else 0)
+            server.wait_turn()
+        filesystem.settle()
+
+    @endpoint(explicit_response_port=True)
+    def piece(self, port: Port[Piece], offset: int, length: int) -> None:
+        """Bytes for the host behind this one, as soon as they are here."""
+        delivery = self._delivery
+        if delivery is None:
+            port.send(Piece([], []))
+        else:
+            delivery.serve(offset, length, partial(_send, port))
+
+    @endpoint
+    def unmount(self) -> tuple[str, str]:
+        """End the mount: one of "ok", "not_mounted", "busy" and "error", and what the system said."""
+        outcome: tuple[str, str] = ("not_mounted", "")
+        if self._server is not None:
+            outcome = mounting.unmount(self._path)
+            if outcome[0] in ("busy", "error"):
+                return outcome
+            notes.forget(self._path)
+            self._server.stop()
+            self._server = None
+        elif self._mode == "copy" and self._filesystem is not None:
+            outcome = ("ok", "")
+        self._end()
+        return outcome
+
+    @endpoint
+    def statistics(self) -> MountStatistics:
+        """What is here, and what was done."""
+        assert self._delivery is not None
+        return MountStatistics(self._path, os.getpid(), self._store.statistics(), self._delivery.statistics())
+
+    def _end(self) -> None:
+        if self._delivery is not None:
+            self._delivery.close()
+            self._delivery = None
+        self._filesystem = None
+        self._store.close()
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        if self._server is not None:
+            mounting.unmount(self._path, lazy=True)
+            notes.forget(self._path)
+            self._server.stop()
+        self._end()
+
+
+def _send(port: Port[Piece], piece: Piece) -> None:
+    port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost))  # type: ignore[misc]
+
+
+def _free_bytes() -> int:
+    """Memory that programs of this machine can still have."""
+    try:
+        with open("/proc/meminfo") as file:
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 1 << 30

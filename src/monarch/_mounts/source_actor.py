@@ -1,0 +1,61 @@
+"""The source of a pushed directory as an actor: scans and reads it in a process of its own, on the machine of the client.
+
+Read next: `source.py`, which does the work; `mount_actor.py`, who asks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import NamedTuple
+
+from monarch._mounts.delivery import Piece
+from monarch._mounts.hashing import Digests
+from monarch._mounts.snapshot import Snapshot
+from monarch._mounts.source import Source
+from monarch.actor import Actor, endpoint
+
+
+class Version(NamedTuple):
+    """A version of the directory, as it travels."""
+
+    snapshot: bytes
+    digests: Digests | None
+    """By which hosts see what they have already; None: of the first version."""
+
+
+class SourceActor(Actor):
+    """One directory."""
+
+    def __init__(self, path: str) -> None:
+        self._source = Source(path)
+
+    @endpoint
+    def scan(self) -> Version | None:
+        """Look at the directory; None: nothing has changed since the last time."""
+        before = self._source.snapshot
+        now = self._source.scan()
+        if now is before:
+            return None
+        return Version(now.encode(), self._source.hashes(before, now) if before is not None else None)
+
+    @endpoint
+    def encoded(self) -> bytes:
+        """The version of the last scan."""
+        snapshot: Snapshot | None = self._source.snapshot
+        assert snapshot is not None
+        return snapshot.encode()
+
+    @endpoint
+    def piece(self, offset: int, length: int) -> Piece:
+        """Bytes of the current version."""
+        data = memoryview(bytearray(length))
+        lost = self._source.read_piece(offset, length, data)
+        gaps = [(each.offset, each.length) for each in lost]
+        parts = []
+        at = offset
+        for start, size in [*gaps, (offset + length, 0)]:
+            if at < start:
+                parts.append((at, pickle.PickleBuffer(data[at - offset : start - offset])))
+            at = start + size
+        # What belongs to no file of this version is lost to nobody who knows this version only.
+        return Piece(parts, gaps)  # type: ignore[arg-type] # they arrive as buffers
