@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from monarch._base.errors import explain
-from monarch._mounts import mounting
+from monarch._mounts import mounting, notes
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.gather_source import GatherSourceActor, Whereabouts, key_of, machine
 from monarch._mounts.gathered import GatheredFileSystem, GatherStatistics, Remote
@@ -100,6 +100,7 @@ class GatherActor(Actor):
         return ""
 
     def _serve(self, remotes: list[Remote], names: list[bytes] | None, cache_bytes: int, patience_s: float) -> None:
+        notes.remember(self._path)
         fd = mounting.mount(self._path, fsname="monarch-gather")
         answers, notices = self._workers = [_Worker("monarch-gather"), _Worker("monarch-gather-notices")]
         filesystem = GatheredFileSystem(
@@ -146,6 +147,7 @@ class GatherActor(Actor):
         if status == "busy":
             return status, "\n".join(users_of(self._path)) or detail
         if status != "error":
+            notes.forget(self._path)
             self._end()
         return status, detail
 
@@ -172,6 +174,7 @@ class GatherActor(Actor):
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self._server is not None:
             mounting.unmount(self._path, lazy=True)
+            notes.forget(self._path)
         self._end()
 
 
