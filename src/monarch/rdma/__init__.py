@@ -20,6 +20,7 @@ from monarch.rdma.backend import (
 )
 from monarch.rdma.buffer import RDMABuffer
 from monarch.rdma.errors import RDMAError, RdmaInitError, RDMATimeout
+from monarch.rdma.weights import WeightPublisher, Weights
 
 __all__ = [
     "RDMAAction",
@@ -30,6 +31,8 @@ __all__ = [
     "RDMATimeout",
     "RDMAWriteTransferWarning",
     "RdmaInitError",
+    "WeightPublisher",
+    "Weights",
     "get_rdma_backend",
     "is_ibverbs_available",
     "is_rdma_available",

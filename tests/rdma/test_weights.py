@@ -1,0 +1,137 @@
+"""Weights: what is published is what is pulled, whole and of one version, whatever the layout."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from monarch.actor import shutdown_context
+from monarch.rdma import RDMAError, RDMATimeout, WeightPublisher
+from monarch.rdma import weights as weights_module
+
+
+@pytest.fixture(autouse=True)
+def client_ends():
+    yield
+    shutdown_context().get(timeout=10)
+
+
+def state(value: float) -> dict[str, np.ndarray]:
+    return {
+        "a": np.full((3, 5), value, np.float32),
+        "b": np.full(7, value, np.int64),
+        "scalar": np.array(value, np.float64),
+        "empty": np.zeros((0, 4), np.float32),
+        "turned": np.asfortranarray(np.full((4, 6), value, np.float16)),
+    }
+
+
+def same(found, expected) -> bool:
+    return found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_what_is_published_last_is_pulled_whole(copies):
+    publisher = WeightPublisher(state(1), version=10, copies=copies)
+    into = state(0)
+    assert publisher.weights.pull(into) == 10 and same(into, state(1))
+    for value in range(2, 7):
+        assert publisher.publish(state(value)) == 9 + value == publisher.weights.version()
+    assert publisher.weights.pull(into) == 15 and same(into, state(6))
+    assert publisher.publish(state(9), version=100) == publisher.weights.pull(into) == 100
+    publisher.close()
+    with pytest.raises(RDMAError):
+        publisher.weights.pull(into)
+
+
+def test_some_of_them_may_be_pulled():
+    publisher = WeightPublisher(state(4))
+    into = state(0)
+    assert publisher.weights.pull(into, names=["b", "turned"]) == 0
+    assert same(into, {**state(0), "b": state(4)["b"], "turned": state(4)["turned"]})
+    publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("into", "text"),
+    [
+        ({"c": np.zeros(3)}, "c are not among the published weights"),
+        ({"b": np.zeros(8, np.int64)}, r"'b' that is pulled is int64 \[8\], and was published as int64 \[7\]"),
+        ({"b": np.zeros(7, np.int32)}, "int32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(into, text):
+    publisher = WeightPublisher(state(1))
+    with pytest.raises(ValueError, match=text):
+        publisher.weights.pull(into)
+    publisher.close()
+
+
+def test_a_publication_that_does_not_fit_changes_nothing():
+    publisher = WeightPublisher(state(1))
+    for wrong in ({"a": state(2)["a"]}, {**state(2), "b": np.zeros(8, np.int64)}):
+        with pytest.raises(ValueError, match="published"):
+            publisher.publish(wrong)
+    into = state(0)
+    assert publisher.weights.pull(into) == 0 and same(into, state(1))
+    publisher.close()
+    with pytest.raises(ValueError, match="the state dict is empty"):
+        WeightPublisher({})
+    with pytest.raises(ValueError, match="copies must be"):
+        WeightPublisher(state(1), copies=0)
+    with pytest.raises(TypeError, match="neither a tensor nor an array"):
+        WeightPublisher({"a": [1, 2]})
+
+
+def test_versions_never_mix_while_the_owner_publishes_all_the_time():
+    publisher = WeightPublisher({name: np.full(50_000, 0) for name in "abcd"})
+    done = threading.Event()
+
+    def publish() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            publisher.publish({name: np.full(50_000, number) for name in "abcd"}, version=number)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        last = 0
+        for _ in range(100):
+            into = {name: np.zeros(50_000, np.int64) for name in "abcd"}
+            version = publisher.weights.pull(into)
+            assert version >= last and all((value == version).all() for value in into.values())
+            last = version
+    finally:
+        done.set()
+        thread.join()
+    publisher.close()
+
+
+def test_a_reader_that_is_overtaken_again_and_again_says_so(monkeypatch):
+    publisher = WeightPublisher(state(1))
+    submit = weights_module.RDMAAction.submit
+
+    def overtaken(self, **options):
+        for value in (2, 3):
+            publisher.publish(state(value))
+        return submit(self, **options)
+
+    monkeypatch.setattr(weights_module.RDMAAction, "submit", overtaken)
+    with pytest.raises(RDMATimeout, match="the next ones came too soon"):
+        publisher.weights.pull(state(0), timeout=1)
+    publisher.close()
+
+
+def test_tensors_of_any_layout():
+    torch = pytest.importorskip("torch")
+    model = {"weight": torch.arange(12.0).view(3, 4), "turned": torch.arange(6).view(2, 3).t(), "half": torch.ones(5, dtype=torch.bfloat16)}
+    model["parameter"] = torch.nn.Parameter(torch.full((2, 2), 3.0))
+    publisher = WeightPublisher(model)
+    into = {name: torch.zeros_like(value) for name, value in model.items()}
+    into["weight"] = torch.zeros(4, 3).t()
+    assert publisher.weights.pull(into) == 0
+    assert all(torch.equal(into[name], model[name]) for name in model)
+    publisher.close()
