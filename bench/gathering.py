@@ -68,8 +68,10 @@ def _measure(folder: str, point: str) -> list[Row]:
         with open(f"{point}/many/entry-{index:05d}.log", "rb") as file:
             file.read()
     rows.append(("gather_small_cold", NUM_STATS / (now() - began), "files/s"))
-    delays = sorted(_append(f"{folder}/growing", f"{point}/growing") for _ in range(NUM_APPENDS))
-    return [*rows, ("gather_append_p50", delays[NUM_APPENDS // 2] * 1000, "ms"), ("gather_append_max", delays[-1] * 1000, "ms")]
+    for name, pause_s in (("append", 0.2), ("append_hot", 0.0)):
+        delays = sorted(_append(f"{folder}/growing", f"{point}/growing", pause_s) for _ in range(NUM_APPENDS))
+        rows += [(f"gather_{name}_p50", delays[NUM_APPENDS // 2] * 1000, "ms"), (f"gather_{name}_max", delays[-1] * 1000, "ms")]
+    return rows
 
 
 def _read(path: str) -> float:
@@ -81,8 +83,10 @@ def _read(path: str) -> float:
     return total / (now() - began) / 2**30
 
 
-def _append(path: str, seen_at: str) -> float:
-    """Seconds until an append is seen by who looks at the size all the time."""
+def _append(path: str, seen_at: str, pause_s: float) -> float:
+    """Seconds until an append is seen by who looks at the size all the time, `pause_s` after the one before."""
+    time.sleep(pause_s)
+    os.path.exists(seen_at)  # what is known of it is kept, so that it has to be told
     with open(path, "ab") as file:
         size = file.tell() + 100
         file.write(b"x" * 100)

@@ -60,6 +60,10 @@ TABLE: dict[str, dict[str, str]] = {
         "monarch.actor.remote_pdb": "PdbWrapper",
     },
     "monarch._src.actor.source_loader": {"monarch.actor.source_loader": "RemoteImportLoader SourceLoaderController"},
+    "monarch._src.gather_mount.gather_mount": {
+        "monarch.gather_mount.gather_mount": "GatherMount gather_mount _NOTIFY_BATCH_S _point_to_key",
+        "monarch._mounts.gather_source": "GatherSourceActor",
+    },
     "monarch.tools.debug_env": {
         "monarch.actor.debug_server": "_MONARCH_DEBUG_SERVER_HOST_ENV_VAR _MONARCH_DEBUG_SERVER_PORT_ENV_VAR "
         "_MONARCH_DEBUG_SERVER_PROTOCOL_ENV_VAR"
@@ -96,6 +100,7 @@ _PACKAGES = {path.rsplit(".", depth)[0] for path in TABLE for depth in (1, 2)} &
     "monarch._src.actor",
     "monarch._src.actor.debugger",
     "monarch._src.rdma",
+    "monarch._src.gather_mount",
     "monarch._rust_bindings.monarch_hyperactor",
 }
 

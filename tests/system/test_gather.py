@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import monarch.actor
+from monarch._mounts.filesystem import LIVE
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.mounting import fuse_problem, is_mounted, is_stale, mount, unmount
 from monarch.actor import this_host
@@ -222,6 +223,32 @@ def test_a_file_that_is_appended_to_all_the_time_is_read(root, point, mounted):
     finally:
         stop.set()
         writer.join(10)
+
+
+def test_where_nobody_tells_of_changes_they_are_looked_for(tmp_path, point):
+    far = tmp_path / "far"
+    far.mkdir()
+    tree = Tree({"file": b"content", "sub": {"inner": b"inner"}}, LIVE)
+    server = FuseServer(mount(str(far), fsname="test"), tree)
+    server.start()
+    try:
+        with gather_mount(this_host(), str(far), str(point)):
+            assert (point / "file").read_bytes() == b"content" and sorted(os.listdir(point)) == ["file", "sub"]
+            tree.change("/file", b"longer content")
+            seen(lambda: (point / "file").read_bytes() == b"longer content")
+            tree.add("/sub/new", b"new")
+            seen(lambda: (point / "sub" / "new").read_bytes() == b"new" and sorted(os.listdir(point / "sub")) == ["inner", "new"])
+            tree.remove("/file")
+            seen(lambda: not (point / "file").exists())
+    finally:
+        unmount(str(far), lazy=True)
+        assert server.stop()
+
+
+def test_a_special_file_is_seen_as_what_it_is(root, point, mounted):
+    os.mkfifo(root / "fifo")
+    seen(lambda: (point / "fifo").is_fifo())
+    assert run("grep", "-rs", "inner", str(point)).stdout == f"{point}/sub/deep/inner:inner\n"
 
 
 def test_two_mounts_live_side_by_side(tmp_path, root):

@@ -122,12 +122,11 @@ class Folder:
         if not path:
             return self._found(self._root, path, os.stat, guarded=self._watcher.watch(path))
         watched = self._watcher.watch(os.path.dirname(path))
-        found: Found | int = ENOENT
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if keep else 0):
             found = self._found(self._full(path), path, os.lstat, guarded=watched)
-            if not keep or isinstance(found, int) or not stat.S_ISREG(found.mode) or self._keep(path, found.ident):
-                break
-        return found
+            if isinstance(found, int) or not stat.S_ISREG(found.mode) or self._keep(path, found.ident):
+                return found
+        return self._found(self._full(path), path, os.lstat, guarded=watched)
 
     def listing(self, path: bytes) -> Listed | int:
         """What the directory `path` holds. Names that lead nowhere, and those that can't be followed, are left out."""

@@ -32,7 +32,7 @@ _logger = logging.getLogger("monarch.mounts")
 MOST = 8192
 """Watched directories."""
 BATCH_S = 0.02
-HOT_S = 0.08
+HOT_S = 0.06
 _ROOT_S = 1.0
 """How often the folder itself is looked at: what is above it is not watched."""
 _LOCAL = {

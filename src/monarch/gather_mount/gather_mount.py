@@ -18,6 +18,7 @@ from typing import Any
 from monarch._base.errors import explain
 from monarch._mounts import mounting
 from monarch._mounts.gather_actor import GatherActor
+from monarch._mounts.gather_source import key_of
 from monarch._mounts.gathered import CACHE_BYTES, GatherStatistics
 from monarch.actor import HostMesh, ProcMesh, SupervisionError, this_host
 
@@ -27,6 +28,10 @@ _CLOSE_S = 20.0
 _RETRY_S = 0.1
 _STOP_S = 20.0
 _EXIT_S = 1.0
+
+# Names that scripts for the package whose API this is import from here.
+_NOTIFY_BATCH_S = 0.05
+_point_to_key = key_of
 
 
 def gather_mount(
