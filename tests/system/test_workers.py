@@ -2,13 +2,16 @@
 
 import os
 import re
+import signal
 
 import pytest
 
 from monarch.actor import Actor, attach_to_workers, endpoint, start_worker_loop_forever
 from monarch.actor.process import this_process
+from system.script import start_script
 from system.waiting import wait_until
 
+pytest_plugins = ["system.recorder"]
 TRUST = "trust_all_connections"
 
 
@@ -155,3 +158,27 @@ def test_two_loops_at_one_address_are_refused(loops):
     attach_to_workers(ca=TRUST, workers=addresses).initialized.get(timeout=20)
     with pytest.raises(RuntimeError, match=r"serves at .* already"):
         start_worker_loop_forever(ca=TRUST, address=addresses[0])
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc:///tmp/mw-interrupted"])
+def test_ctrl_c_ends_a_worker_loop_and_what_runs_there_without_a_traceback(address, faults):
+    source = """
+        import logging, sys
+        from monarch.actor import run_worker_loop_forever
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+        print("worker loop: address=" + sys.argv[1], flush=True)
+        try:
+            run_worker_loop_forever(ca="trust_all_connections", address=sys.argv[1])
+        except KeyboardInterrupt:
+            print("caught", flush=True)
+            raise
+    """
+    with start_script(source, args=[address]) as run:
+        match = run.wait_line(r"worker loop: address=(ipc:.*|tcp://127.0.0.1:[1-9]\d*)")
+        worker = attach_to_workers(ca=TRUST, workers=[match[1]]).spawn_procs().spawn("worker", Worker)
+        pid = worker.pid.call_one().get(timeout=20)
+        os.kill(run.pid, signal.SIGINT)
+        done = run.finish()
+        faults.wait(1)
+        assert (done.returncode, done.leftovers) == (130, ()) and not alive(pid), done
+        assert done.stdout.endswith("caught\n") and "Traceback" not in done.stderr, done
