@@ -26,6 +26,7 @@ from monarch._runtime.supervision import (
     StartProcs,
     State,
     StopActor,
+    merged,
 )
 from monarch._wire.messages import Fault
 
@@ -145,6 +146,21 @@ def test_one_event_is_one_notice_to_each_owner_whatever_it_takes_along():
     assert told == {"x": [("a", 0), ("c", 1)], "y": [("b", 0)]}
     assert [effect.place for effect in effects if isinstance(effect, Bury)] == [Place("a", 0), Place("b", 0), Place("c", 1)]
     assert isinstance(effects[-1], Notify), "who sends to the dead hears before the owner"
+
+
+def test_losses_that_are_one_event_are_one_notice_to_each_owner_in_the_order_of_spawn():
+    ledger = Ledger()
+    ledger.spawned("a", "x", ["p", "q"], "a", Escalate())
+    ledger.spawned("b", "y", ["p", "q"], "b", OneForOne())
+    ledger.spawned("c", "x", ["p", "q"], "c", Escalate())
+    effects = []
+    for proc in ("p", "q"):
+        effects += ledger.failed(1.0, [fault_of(*place) for place in ledger.places_on(proc)], proc_lost=True, final=True)
+    notices = merged([effect for effect in effects if isinstance(effect, Notify)])
+    told = {notice.owner_actor: [(f.mesh, f.rank) for f in notice.failure.faults] for notice in notices}
+    assert told == {"x": [("a", 0), ("a", 1), ("c", 0), ("c", 1)], "y": [("b", 0), ("b", 1)]}
+    assert len(notices) == 2 and notices[1].failure.story.count("no process can be started") == 1
+    assert merged([]) == []
 
 
 def test_a_failure_of_an_unknown_mesh_or_rank_concerns_nobody():

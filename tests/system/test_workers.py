@@ -2,13 +2,18 @@
 
 import os
 import re
+import signal
+import socket
 
 import pytest
 
 from monarch.actor import Actor, attach_to_workers, endpoint, start_worker_loop_forever
 from monarch.actor.process import this_process
+from monarch.testing import leaks
+from system.script import start_script
 from system.waiting import wait_until
 
+pytest_plugins = ["system.recorder"]
 TRUST = "trust_all_connections"
 
 
@@ -155,3 +160,51 @@ def test_two_loops_at_one_address_are_refused(loops):
     attach_to_workers(ca=TRUST, workers=addresses).initialized.get(timeout=20)
     with pytest.raises(RuntimeError, match=r"serves at .* already"):
         start_worker_loop_forever(ca=TRUST, address=addresses[0])
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_a_killed_agent_is_one_failure_of_all_that_ran_there(scheme, faults):
+    before = set(leaks.children(os.getpid()))
+    if scheme == "ipc":
+        bound = address = f"ipc:///tmp/mw-killed-{os.getpid()}"
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address, bound = f"tcp://127.0.0.1:{listener.getsockname()[1]}", f"tcp://127.0.0.1:fd{listener.detach()}"
+    ended = start_worker_loop_forever(ca=TRUST, address=bound)
+    [agent] = set(leaks.children(os.getpid())) - before
+    hosts = attach_to_workers(ca=TRUST, workers=[address])
+    procs = hosts.spawn_procs({"gpus": 3})
+    first, second = procs.spawn("first", Worker), procs.spawn("second", Worker)
+    for mesh in (first, second):
+        mesh.pid.call().get(timeout=20)
+    os.kill(agent, signal.SIGKILL)
+    [failure] = faults.wait(1)
+    assert failure.mesh_name == first._core.uid and failure.crashed_ranks == [0, 1, 2]
+    assert [fault.rank for fault in failure.faults] == [0, 1, 2] * 2
+    for mesh in (first, second):
+        assert ("the agent of its host" if scheme == "ipc" else f"its host {address} is lost") in str(mesh.pid.call().exception(20))
+    assert "the worker loop ended with status -9" in str(ended.exception(20))
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc:///tmp/mw-interrupted"])
+def test_ctrl_c_ends_a_worker_loop_and_what_runs_there_without_a_traceback(address, faults):
+    source = """
+        import logging, sys
+        from monarch.actor import run_worker_loop_forever
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+        print("worker loop: address=" + sys.argv[1], flush=True)
+        try:
+            run_worker_loop_forever(ca="trust_all_connections", address=sys.argv[1])
+        except KeyboardInterrupt:
+            print("caught", flush=True)
+            raise
+    """
+    with start_script(source, args=[address]) as run:
+        match = run.wait_line(r"worker loop: address=(ipc:.*|tcp://127.0.0.1:[1-9]\d*)")
+        worker = attach_to_workers(ca=TRUST, workers=[match[1]]).spawn_procs().spawn("worker", Worker)
+        pid = worker.pid.call_one().get(timeout=20)
+        os.kill(run.pid, signal.SIGINT)
+        done = run.finish()
+        faults.wait(1)
+        assert (done.returncode, done.leftovers) == (130, ()) and not alive(pid), done
+        assert done.stdout.endswith("caught\n") and "Traceback" not in done.stderr, done

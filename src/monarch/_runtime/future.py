@@ -199,7 +199,11 @@ class Future(Unread, Generic[R]):
                 check_timeout(timeout)
             if _running_loop() is not None:
                 _warn_blocking()
-            self._wait(timeout)
+            try:
+                self._wait(timeout)
+            except KeyboardInterrupt as exc:
+                _note_what_was_awaited(exc, self)
+                raise
         return self._outcome()
 
     def result(self, timeout: float | None = None) -> R:
@@ -387,6 +391,13 @@ def _timed_out(future: Future[Any], timeout: float | None) -> TimeoutError:
     why = _whys.get(future)
     story = why() if why is not None else _story(future, min(timeout or 0.0, _STORY_S)) if _story is not None else ""
     return TimeoutError(f"{text}\n{story}" if story else text)
+
+
+def _note_what_was_awaited(exc: KeyboardInterrupt, future: Future[Any]) -> None:
+    """Whoever is tired of waiting may want to know for whom; nobody is asked anything for it."""
+    story = _story(future, 0.0) if _story is not None else ""
+    if story:
+        exc.add_note(f"get() was waiting for answers\n{story}")
 
 
 def _warn_blocking() -> None:

@@ -34,13 +34,14 @@ def story_of(proc: Proc, future: Future[Any], patience_s: float) -> str:
     """What `future` waits for, as lines of text; "" when it is no call's. Cost: up to `patience_s`.
 
     Args:
-        patience_s: 0 tells only who has answered.
+        patience_s: 0 tells only who has answered and who has not.
     """
     call = proc.ports.call_of(future)
     if call is None or call.target is None:
         return ""
     if not patience_s:
-        return answered(call, call.target)
+        missing = ranks_text([call.target.mesh_ranks[rank] for rank in call.missing()])
+        return f"{answered(call, call.target)}\n  no answer yet of {call.target.endpoint}: {missing}"
     until_s = proc.loop.now_s() + patience_s
     question = Question(proc, call.target, call.missing())
     for answer in question.answers:

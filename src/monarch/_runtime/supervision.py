@@ -199,9 +199,22 @@ class _Outcome:
         if story:
             stories.append(story)
 
+    def notices(self) -> list[Notify]:
+        return [Notify(owner, Failure(tuple(faults), "\n".join(stories))) for owner, (faults, stories) in self.told.items()]
+
     def done(self) -> list[Effect]:
-        notices = [Notify(owner, Failure(tuple(faults), "\n".join(stories))) for owner, (faults, stories) in self.told.items()]
-        return [*self.effects, *notices]
+        return [*self.effects, *self.notices()]
+
+
+def merged(notices: Iterable[Notify]) -> list[Notify]:
+    """Notices that come of one event after all, one to each owner: the faults of one mesh stand together, in the order of spawn."""
+    outcome = _Outcome()
+    for notice in notices:
+        outcome.tell(notice.owner_actor, notice.failure.faults, notice.failure.story)
+    for faults, _ in outcome.told.values():
+        order = {mesh: place for place, mesh in enumerate(dict.fromkeys(fault.mesh for fault in faults))}
+        faults.sort(key=lambda fault: order[fault.mesh])
+    return outcome.notices()
 
 
 class Ledger:

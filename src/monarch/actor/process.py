@@ -221,13 +221,15 @@ class Process:
             why = f"its host {agent.address} is lost: {reason}"
         else:
             why = f"the agent of its host has ended ({reason}), and every process that it had started"
-        for ref in (*self.supervisor.procs_of(agent), agent):  # the agent too: a stop() may be waiting for its answer
-            self.proc.fates.on_exited(ProcExited(ref, why, "killed", attempt=UNKNOWN_ATTEMPT))
+        with self.supervisor.one_event():
+            for ref in (*self.supervisor.procs_of(agent), agent):  # the agent too: a stop() may be waiting for its answer
+                self.proc.fates.on_exited(ProcExited(ref, why, "killed", attempt=UNKNOWN_ATTEMPT))
 
     def on_agent_denied(self, agent: ProcRef, reason: str) -> None:
         """A host can't be used, and nothing that was to start there will."""
-        for ref in self.supervisor.procs_of(agent):
-            self.proc.fates.on_exited(ProcExited(ref, f"its host {agent.address} can't be used: {reason}", "launch"))
+        with self.supervisor.one_event():
+            for ref in self.supervisor.procs_of(agent):
+                self.proc.fates.on_exited(ProcExited(ref, f"its host {agent.address} can't be used: {reason}", "launch"))
 
 
 def _nobody_yet() -> str:

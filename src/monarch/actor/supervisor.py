@@ -11,10 +11,11 @@ Read next: `_runtime/supervision.py` for the decisions, `process.py` for the hoo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,10 @@ class Supervisor:
         self._creating: dict[Place, int] = {}
         """Ports where restarted actors say that they are ready."""
         self._lock = threading.RLock()
+        self._one_event: list[supervision.Notify] | None = None
+        """Notices that wait for others of the same event."""
+        self._gatherer = 0
+        """Ident of the thread that handles that event; another thread's notices do not belong to it."""
 
     # --- what there is -------------------------------------------------------------------------------------------
 
@@ -163,6 +168,17 @@ class Supervisor:
         if mesh is not None:
             mesh.on_up(ref)
 
+    @contextlib.contextmanager
+    def one_event(self) -> Iterator[None]:
+        """All that is lost in the `with` block is one failure: each owner is told once, at its end. Thread: net loop."""
+        notices = self._one_event = []
+        self._gatherer = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._one_event = None
+            self._carry_out(supervision.merged(notices))
+
     # --- effects -------------------------------------------------------------------------------------------------
 
     def _prepare(self, effects: Sequence[supervision.Effect]) -> Callable[[], None]:
@@ -174,7 +190,10 @@ class Supervisor:
         for effect in effects:
             match effect:
                 case supervision.Notify():
-                    self._process.notify(effect.owner_actor, effect.failure)
+                    if self._one_event is not None and threading.get_ident() == self._gatherer:
+                        self._one_event.append(effect)
+                    else:
+                        self._process.notify(effect.owner_actor, effect.failure)
                 case supervision.Bury():
                     self._bury(effect.place, effect.fault)
                 case supervision.Later():

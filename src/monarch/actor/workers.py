@@ -12,12 +12,13 @@ Read next: `_runtime/host.py` for the agent, `attaching.py` for the client's sid
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -44,14 +45,27 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("monarch.worker")
 _MAX_PATH_BYTES = 60
+_INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C has ended; as a shell counts."""
+_END_S = 20.0
+"""How long what runs at a worker loop may take to end."""
 
 
 @keywords_only("address")
 def run_worker_loop_forever(
     *, private_key: bytes | Path | None = None, ca: bytes | Path | Literal["trust_all_connections"] | None = None, address: str
 ) -> None:
-    """Serve this host at `address` until a client shuts it down; Ctrl-C ends it too. See `start_worker_loop_forever`."""
-    start_worker_loop_forever(private_key=private_key, ca=ca, address=address).get()
+    """Serve this host at `address` until a client shuts it down. See `start_worker_loop_forever`.
+
+    Ctrl-C ends the loop and what runs there, and then raises a `KeyboardInterrupt` that ends the program with status 130, without
+    a traceback.
+    """
+    loop = _start_loop(private_key, ca, address)
+    try:
+        loop.ended.get()
+    except KeyboardInterrupt:
+        loop.end(_END_S)
+        raise Interrupted from None
 
 
 @keywords_only("address")
@@ -73,6 +87,32 @@ def start_worker_loop_forever(
         ValueError: the address, the secret or the certificates can't be used; or nothing says whom to trust.
         RuntimeError: something serves there already, or the address is not this machine's.
     """
+    return _start_loop(private_key, ca, address).ended
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Ctrl-C in a program that does nothing but serve: whoever catches KeyboardInterrupt has it, and nobody is shown a traceback."""
+
+    def __init__(self) -> None:
+        self.code = _INTERRUPTED
+
+
+class _Loop(NamedTuple):
+    """A worker loop of this process."""
+
+    ended: Future[None]
+    lifeline: socket.socket
+    """The loop ends when this is closed."""
+
+    def end(self, budget_s: float) -> None:
+        """End it, and wait so long for that; a second Ctrl-C does not wait."""
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            self.lifeline.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(TimeoutError, RuntimeError, KeyboardInterrupt):
+            self.ended.get(budget_s)
+
+
+def _start_loop(private_key: bytes | Path | None, ca: bytes | Path | Literal["trust_all_connections"] | None, address: str) -> _Loop:
     config.warn_of_environment()
     worker = parse_worker_address(address)
     shown = checked_credentials(private_key, ca, worker.advertised, what="a worker")
@@ -83,7 +123,7 @@ def start_worker_loop_forever(
     return _start([address, ENTRY, _encoded_config()], [], shown, address)
 
 
-def _start_for_others(worker: WorkerAddress, shown: Credentials) -> Future[None]:
+def _start_for_others(worker: WorkerAddress, shown: Credentials) -> _Loop:
     from monarch._net.interfaces import advertised_address, listen_on
 
     listener = listen_on(worker.bound)
@@ -97,16 +137,16 @@ def _start_for_others(worker: WorkerAddress, shown: Credentials) -> Future[None]
         try:
             fds = [listener.fileno(), run_dir.lock_fd]
             arguments = [_agent_address(advertised), ENTRY, _encoded_config(), *map(str, fds), run_dir.path]
-            ended = _start(arguments, fds, shown, str(advertised))
+            loop = _start(arguments, fds, shown, str(advertised))
         except BaseException:
             remove_run_dir(run_dir.path)
             raise
         finally:
             os.close(run_dir.lock_fd)
-    return ended
+    return loop
 
 
-def _start(arguments: list[str], fds: list[int], shown: Credentials, address: str) -> Future[None]:
+def _start(arguments: list[str], fds: list[int], shown: Credentials, address: str) -> _Loop:
     import subprocess
 
     ours, theirs = socket.socketpair()
@@ -120,7 +160,7 @@ def _start(arguments: list[str], fds: list[int], shown: Credentials, address: st
     credentials.send(ours, shown)
     ended: Future[None] = Future._new()
     threading.Thread(target=_wait, args=(agent, ours, address, ended), name="monarch-worker-loop", daemon=True).start()
-    return ended
+    return _Loop(ended, ours)
 
 
 @keywords_only("workers")
