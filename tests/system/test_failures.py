@@ -482,7 +482,7 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "generator": lambda self: (i for i in ()),
     "lock": lambda self: self.lock,
     "frame": lambda self: sys._getframe(),
-    "value.lock, of type _thread.lock": lambda self: self,
+    "the result of give().lock, of type _thread.lock": lambda self: self,
     "socket": lambda self: socket.socket(),
 }
 

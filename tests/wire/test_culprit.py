@@ -115,9 +115,9 @@ def test_the_parts_of_a_spawn_have_names():
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        (threading.Lock(), "the result of step"),
-        ([1, {"a": threading.Lock()}], "the result of step[1]['a']"),
-        (((threading.Lock(),), {}), "the result of step[0][0]"),
+        (threading.Lock(), "the result of step()"),
+        ([1, {"a": threading.Lock()}], "the result of step()[1]['a']"),
+        (((threading.Lock(),), {}), "the result of step()[0][0]"),
     ],
 )
 def test_a_result_is_said_to_be_one(value, where):

@@ -76,7 +76,7 @@ def find(value: Any, travels: Callable[[Any], bool], *, parts: Sequence[str] = (
 
 def _roots(value: Any, parts: Sequence[str], result_of: str) -> Iterator[tuple[str, Any]]:
     if result_of:
-        yield f"the result of {result_of}", value
+        yield f"the result of {result_of}()", value
     elif parts:
         yield from zip(parts, value, strict=True)
     elif type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
