@@ -26,8 +26,8 @@ Row = tuple[str, float, str]
 
 def run_gather(base: str | None, mib: int) -> list[Row]:
     """One round: name, value, unit."""
-    folder = tempfile.mkdtemp(prefix="monarch-bench-", dir=base)
-    point = tempfile.mkdtemp(prefix="monarch-bench-")
+    folder = tempfile.mkdtemp(prefix="bench-mounts-", dir=base)
+    point = tempfile.mkdtemp(prefix="bench-mounts-")
     try:
         _make(folder, mib)
         began = now()

@@ -197,8 +197,8 @@ def run_reads(root: str) -> dict[str, tuple[float, str]]:
 
 def run_trees(base: str | None, mib: int, rounds: int, variants: Sequence[str], add: Callable[[str, float, str], None]) -> None:
     """The section `tree`."""
-    source = tempfile.mkdtemp(prefix="monarch-bench-", dir=base)
-    point = tempfile.mkdtemp(prefix="monarch-bench-")
+    source = tempfile.mkdtemp(prefix="bench-mounts-", dir=base)
+    point = tempfile.mkdtemp(prefix="bench-mounts-")
     floor: dict[str, tuple[float, str]] = {}
     try:
         make(source, mib)
