@@ -116,7 +116,10 @@ class Run:
         deadline = time.monotonic() + timeout
         while True:
             ended = self._process.poll() is not None
-            if match := re.search(pattern, self.stdout(), re.MULTILINE):
+            text = self.stdout()
+            if not ended and pattern.endswith("$"):  # a whole line is wanted, and the last one may be being written
+                text = text[: text.rfind("\n") + 1]
+            if match := re.search(pattern, text, re.MULTILINE):
                 return match
             if ended or time.monotonic() > deadline:
                 raise AssertionError(f"no line matches {pattern!r}\n{self.finish(timeout=0.1)}")

@@ -128,6 +128,7 @@ with open(sys.argv[1], "rb") as file:
 def test_who_has_a_file_open_reads_the_old_version_to_its_end(mount: MountHandler, source: Path, tmp_path: Path) -> None:
     there = tmp_path / "mount/big/weights.bin"
     old = (source / "big/weights.bin").read_bytes()
+    assert cat(there).stdout == old, "what has not come when the source changes is lost"
     reader = subprocess.Popen([sys.executable, "-SEc", READ_IN_TWO, str(there)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert reader.stdin is not None and reader.stdout is not None
