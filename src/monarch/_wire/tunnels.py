@@ -265,9 +265,9 @@ class Tunnels:
         if tunnel is not None:
             if not tunnel.receives:
                 raise FrameError(f"bytes came behind the end of tunnel {number}")
-            tunnel.waiting += count
-            if not count or tunnel.waiting + tunnel.owed > tunnel.window:
+            if not count or tunnel.waiting + count + tunnel.owed > tunnel.window:
                 raise FrameError(f"{count} bytes came through tunnel {number}, which has no room for them")
+            tunnel.waiting += count
             effects.append(Arrived(number, data))
         self._link_owed += count
         if 4 * self._link_owed >= LINK_WINDOW:

@@ -245,8 +245,7 @@ def _copy_out(value: Any, memory: memoryview, part: Part) -> None:
     if torch is not None:
         torch.frombuffer(memory, dtype=value.dtype).view(part.shape).copy_(value.detach())
     else:
-        import numpy
-
+        numpy: Any = sys.modules["numpy"]  # there is an array, so it is there
         numpy.frombuffer(memory, dtype=value.dtype).reshape(part.shape)[...] = value
 
 
@@ -258,6 +257,5 @@ def _copy_in(data: Any, value: Any, part: Part) -> None:
         with torch.no_grad():
             value.copy_(torch.frombuffer(data, dtype=value.dtype).view(part.shape))
     else:
-        import numpy
-
+        numpy: Any = sys.modules["numpy"]
         value[...] = numpy.frombuffer(data, dtype=value.dtype).reshape(part.shape)
