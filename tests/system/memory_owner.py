@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from monarch.actor import Actor, endpoint
-from monarch.rdma import RDMABuffer
+from monarch.rdma import RDMABuffer, RDMAError
 
 WAIT_S = 10.0
 MIB = 1 << 20
@@ -115,3 +115,20 @@ def read(buffer: RDMABuffer, timeout: int = 10) -> bytes:
     target = bytearray(buffer.size())
     buffer.read_into(target, timeout=timeout).get(2 * WAIT_S)
     return bytes(target)
+
+
+def check_reads_during_drops(owner: Any, nbytes: int, rounds: int) -> None:
+    """What is read while the owner drops its memory is either all of one value, or an error."""
+    outcomes = set()
+    for value in range(1, rounds + 1):
+        buffer = publish(owner, nbytes, value)
+        outcomes.add(set(read(buffer)) == {value})
+        dropping = owner.drop.call_one()
+        while True:
+            try:
+                outcomes.add(set(read(buffer)) == {value})
+            except RDMAError as exc:
+                assert "not found" in str(exc)
+                break
+        dropping.get(WAIT_S)
+    assert outcomes == {True}

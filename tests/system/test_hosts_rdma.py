@@ -13,7 +13,7 @@ from monarch.actor import ActorError, attach_to_workers, this_host
 from monarch.config import configured
 from monarch.rdma import RDMAAction, RDMABuffer, RDMAError, RDMATimeout
 from monarch.rdma.manager import own_manager
-from system.memory_owner import MIB, WAIT_S, Owner, publish, read
+from system.memory_owner import MIB, WAIT_S, Owner, check_reads_during_drops, publish, read
 from system.remote import TRUST, attach, serving, tls, workers
 from system.waiting import wait_until
 
@@ -114,19 +114,7 @@ def test_a_dropped_buffer_is_an_error(owners, owner):
 
 
 def test_reads_during_drops_are_whole_or_errors(owner):
-    outcomes = set()
-    for value in range(1, 10):
-        buffer = publish(owner, 256 * 1024, value)
-        read(buffer)
-        dropping = owner.drop.call_one()
-        while True:
-            try:
-                outcomes.add(set(read(buffer)) == {value})
-            except RDMAError as exc:
-                assert "not found" in str(exc)
-                break
-        dropping.get(WAIT_S)
-    assert outcomes <= {True}
+    check_reads_during_drops(owner, 256 * 1024, 9)
 
 
 def test_an_owner_that_spins_or_is_stopped_does_not_matter(lonely):

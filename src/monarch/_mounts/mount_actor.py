@@ -18,6 +18,7 @@ from monarch._mounts import copy_mode, mounting, notes
 from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, upstream_of
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.hashing import Digests
+from monarch._mounts.index import BIG_FILE_THRESHOLD
 from monarch._mounts.pushed import PushedFileSystem
 from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.store import Store, StoreStatistics
@@ -73,7 +74,6 @@ class MountActor(Actor):
         self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
         self._delivery.start()
         if mode == "copy":
-            self._store.extend(decoded)
             self._filesystem = PushedFileSystem(decoded, self._store)
             return self._path
         self._mount(decoded)
@@ -88,20 +88,16 @@ class MountActor(Actor):
         problem = mounting.fuse_problem()
         if problem:
             raise RuntimeError(explain(f"there is no FUSE on this host: {problem}", next='or use remotemount(..., mode="copy")'))
-        _, big = self._pieces_of(snapshot)
-        total = sum(span.length for span in snapshot.spans)
+        sizes = [span.length for span in snapshot.spans]
+        big_bytes = sum(size for size in sizes if size >= BIG_FILE_THRESHOLD)
         mounting.prepare_mount_point(self._path)
-        passthrough = os.geteuid() == 0 and sum(piece.length for piece in big) > _BIG_SHARE * total
+        passthrough = os.geteuid() == 0 and big_bytes > _BIG_SHARE * sum(sizes)
         self._filesystem = PushedFileSystem(snapshot, self._store, opens=passthrough)
         notes.remember(self._path)
         fd = mounting.mount(self._path, fsname="monarch")
         self._server = FuseServer(fd, self._filesystem, patience_s=_PATIENCE_S, passthrough=passthrough)
         self._filesystem.knows = self._server.knows  # type: ignore[method-assign]
         self._server.start()
-
-    def _pieces_of(self, snapshot: Snapshot) -> tuple[list[Any], list[Any]]:
-        self._store.extend(snapshot)
-        return self._store.pieces(snapshot)
 
     @endpoint(explicit_response_port=True)
     def fetch_code(self, port: Port[None], ahead_bytes: int | None) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from monarch._mounts.delivery import Piece
 from monarch._mounts.hashing import Digests
-from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.source import Source
 from monarch.actor import Actor, endpoint
 
@@ -39,13 +38,6 @@ class SourceActor(Actor):
         return Version(now.encode(), self._source.hashes(before, now) if before is not None else None)
 
     @endpoint
-    def encoded(self) -> bytes:
-        """The version of the last scan."""
-        snapshot: Snapshot | None = self._source.snapshot
-        assert snapshot is not None
-        return snapshot.encode()
-
-    @endpoint
     def piece(self, offset: int, length: int) -> Piece:
         """Bytes of the current version."""
         data = memoryview(bytearray(length))
@@ -57,5 +49,4 @@ class SourceActor(Actor):
             if at < start:
                 parts.append((at, pickle.PickleBuffer(data[at - offset : start - offset])))
             at = start + size
-        # What belongs to no file of this version is lost to nobody who knows this version only.
         return Piece(parts, gaps)  # type: ignore[arg-type] # they arrive as buffers
