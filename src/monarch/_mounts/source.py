@@ -29,6 +29,7 @@ from monarch._mounts.ranges import Ranges, Span
 from monarch._mounts.snapshot import NOWHERE, Columns, Kind, Snapshot, Status, add_row
 
 RACY_NS = 100_000_000
+_SETTLE_NS = 20_000_000
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO that takes the place of a file must not block us
 
@@ -246,6 +247,9 @@ class Source:
         except OSError:
             return False
         try:
+            fresh_ns = _SETTLE_NS - (time.time_ns() - seen.ctime_ns)
+            if 0 < fresh_ns <= _SETTLE_NS:  # a write sets the time when it begins, so one may still be under way
+                time.sleep(fresh_ns / 1e9)
             return seen == _Seen.now(fd) and read_fully(fd, offset, into) and seen == _Seen.now(fd)
         except OSError:
             return False
