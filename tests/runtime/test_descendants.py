@@ -29,14 +29,17 @@ PLAIN = "print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
 NEW_SESSION = "print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
 CLEAN_ENVIRONMENT = "print(subprocess.Popen(['/bin/sleep', '60'], env={}, start_new_session=True).pid, flush=True)"
 DAEMON = """
+known, told = os.pipe()
 if os.fork() == 0:
     os.setsid()
-    if os.fork() == 0:
-        print(os.getpid(), flush=True)
+    child = os.fork()
+    if child == 0:
         os.closerange(0, 3)
         import signal; signal.pause()
-    os._exit(0)
-os.wait()
+    os._exit(0 if os.write(told, b"%d" % child) else 1)
+os.close(told)
+os.wait()  # whoever reads the number finds nobody between the two
+print(os.read(known, 20).decode(), flush=True)
 """
 
 

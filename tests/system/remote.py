@@ -56,7 +56,7 @@ CLIENT = f"""{_FILES}
     import monarch.actor
     from monarch.actor import attach_to_workers
     from system.peers import Peer
-    monarch.actor.unhandled_fault_hook = lambda failure: print("failure", failure.crashed_ranks, flush=True)
+    monarch.actor.unhandled_fault_hook = lambda failure: print(f"failure {{failure.crashed_ranks}}\\n", end="", flush=True)
 
     def use(workers):
         began = time.monotonic()

@@ -71,9 +71,9 @@ def test_a_worker_loop_takes_its_procs_along(hosts):
     source = """
     for rank in range(3):
         lost = peers.slice(hosts=rank).sleep.call(60.0)
-        print("waiting", rank, flush=True)
+        print(f"waiting {rank}\\n", end="", flush=True)  # in one write: a failure is told by another thread
         assert "SupervisionError" in type(lost.exception(20)).__name__
-        print("told", rank, flush=True)
+        print(f"told {rank}\\n", end="", flush=True)
     """
     with ExitStack() as stack:
         ports = range(26600, 26603)
