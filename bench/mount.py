@@ -3,6 +3,8 @@
     .venv/bin/python bench/mount.py                    # needs /dev/fuse, and fusermount3 unless run by root
     .venv/bin/python bench/mount.py --mib 1024 --rounds 5
     .venv/bin/python bench/mount.py gather             # folders of hosts, see gathering.py
+    .venv/bin/python bench/mount.py pushed --peer PY   # remotemount on this machine, see pushing.py
+    .venv/bin/python bench/mount.py hosts              # and on hosts in network namespaces, which needs root and iproute2
 
 Section `tree`: the tree is served from the memory of another process. Every round mounts anew, runs each variant and tmpfs in turns, and
 the medians over the rounds are printed, and those of the ratios to tmpfs in the same round: `own` is one thread, `own2` two, `through`
@@ -14,26 +16,27 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import random
 import shutil
 import stat
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from folders import NUM_FOLDERS, PER_FOLDER, make, read_big, read_small
 from gathering import run_gather
 from measure import now, out, remark
+from pushing import run_hosts, run_pushed
 
 from monarch._mounts.filesystem import PUSHED, Attr, Entry, Later, Opened
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.mounting import fuse_problem, mount, unmount
 from monarch._wire.frames import Buffer
 
-NUM_BIG, NUM_FOLDERS, PER_FOLDER = 20, 100, 20
 NUM_STATS = 2000
 VARIANTS = ("own", "own2", "through")
-SECTIONS = ("tree", "gather")
+SECTIONS = ("tree", "gather", "pushed", "hosts")
 
 
 class MemoryTree:
@@ -122,45 +125,6 @@ def served(source: str, point: str, variant: str) -> Iterator[None]:
             unmount(point, lazy=True)
 
 
-def make(root: str, mib: int) -> None:
-    dice = random.Random(1)
-    for index in range(NUM_BIG):
-        with open(f"{root}/big{index:02d}.bin", "wb") as file:
-            file.write(os.urandom((mib << 20) // NUM_BIG))
-    for folder in range(NUM_FOLDERS):
-        path = f"{root}/pkg{folder // 10}/sub{folder:03d}"
-        os.makedirs(path)
-        for index in range(PER_FOLDER):
-            with open(f"{path}/mod{index:02d}.py", "wb") as file:
-                file.write(b"x = 1  # filler\n" * dice.randint(100, 700))
-
-
-def read_big(root: str) -> float:
-    """GiB/s."""
-    buffer = bytearray(1 << 20)
-    total = 0
-    began = now()
-    for index in range(NUM_BIG):
-        with open(f"{root}/big{index:02d}.bin", "rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                total += size
-    return total / (now() - began) / 2**30
-
-
-def read_small(root: str) -> float:
-    """Files per second: walk, stat, open, read."""
-    count = 0
-    began = now()
-    for folder, _, files in os.walk(root):
-        for name in files:
-            if name.endswith(".py"):
-                os.stat(f"{folder}/{name}")
-                with open(f"{folder}/{name}", "rb") as file:
-                    file.read()
-                count += 1
-    return count / (now() - began)
-
-
 def stat_all(root: str) -> float:
     """Calls per second, each of another file, without a listing before."""
     began = now()
@@ -227,6 +191,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=[], help=f"of {', '.join(SECTIONS)} (default all)")
     parser.add_argument("--mib", type=int, default=256, help="in 20 large files (default 256)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", help="interpreter of another implementation, measured in turns in the sections pushed and hosts")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     options = parser.parse_args()
     problem = fuse_problem()
@@ -248,6 +213,11 @@ def main() -> None:
         for _ in range(options.rounds):
             for row in run_gather(base, options.mib):
                 add(*row)
+    pythons = {"": sys.executable, **({"peer_": options.peer} if options.peer else {})}
+    if "pushed" in sections:
+        run_pushed(base, options.mib, options.rounds, pythons, add)
+    if "hosts" in sections:
+        run_hosts(base, options.mib, options.rounds, pythons, add)
     for name in sorted(results):
         out(name, statistics.median(results[name]), units[name])
 

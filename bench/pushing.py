@@ -1,0 +1,309 @@
+"""A directory pushed to other hosts by `remotemount`, beside a bare copy over the same link: sections `pushed` and `hosts` of mount.py.
+
+The program that opens, reads, refreshes and closes runs on any implementation of the API; what only ours tells is left out on others.
+
+Measures (`peer_` before those of another implementation; `four_` are those of four hosts at once):
+    raw_copy                  seconds: every file over one socket into tmpfs, by two processes
+    open                      seconds until open() returns
+    open_to_all_here          seconds until every byte is on every host
+    open_to_last_byte         seconds until one reader for each host, which begins when open() returns, has read every file
+    *_of_copy                 the same as a multiple of raw_copy in the same round
+    big_cold, big_warm        GiB/s of the first and second reader, once all bytes are there
+    small_cold, small_warm    files/s of the same
+    refresh_nothing           ms of a refresh() when nothing has changed
+    refresh_edited            ms of one after a small file was edited; refresh_one_of_each: and 1 MiB of a large one
+    close                     ms
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import folders
+from measure import now, out, remark
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT, RAW_PORT, CLIENT_PORT = 26600, 26700, 26800
+WAIT_S = 60.0
+_ROUND_S = 240.0
+_LINE_WORDS = 3
+NUM_REFRESHES = 20
+
+Add = Callable[[str, float, str], None]
+
+
+# ------------------------------------------------------------------------------------------- on any implementation
+
+
+def client(source: str, point: str, hosts: Sequence[str], prefix: str) -> None:
+    """One round: all measures but the bare copy's."""
+    from monarch.actor import attach_to_workers, enable_transport, this_host
+    from monarch.remotemount import remotemount
+
+    if address := os.environ.get("BENCH_CLIENT"):
+        enable_transport(address)
+    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=list(hosts)) if hosts else this_host()
+    mesh.initialized.get(timeout=WAIT_S)
+    points = [point.replace("$SUBDIR", f"hosts_{rank}") for rank in range(len(hosts))] or [point]
+    for each in points:
+        os.makedirs(each, exist_ok=True)
+    name = prefix.__add__
+
+    with _opened(remotemount(mesh, source, point), name("open")) as (mount, began):
+        _in_parallel(_read_everything, points)
+        out(name("open_to_last_byte"), now() - began, "s")
+        del mount
+    with _opened(remotemount(mesh, source, point), "") as (mount, began):
+        if hasattr(mount, "statistics"):
+            while any(told.store.missing_bytes for told in mount.statistics()):
+                time.sleep(0.002)
+            out(name("open_to_all_here"), now() - began, "s")
+        for pace in ("cold", "warm"):
+            out(name(f"small_{pace}"), statistics.median(_in_parallel(folders.read_small, points)), "files/s")
+            out(name(f"big_{pace}"), statistics.median(_in_parallel(folders.read_big, points)), "GiB/s")
+        _refreshes(mount, source, points, name)
+        began = now()
+        mount.close()
+        out(name("close"), (now() - began) * 1000, "ms")
+    mesh.stop().get(timeout=WAIT_S) if hosts else None
+
+
+@contextmanager
+def _opened(mount: Any, title: str) -> Iterator[tuple[Any, float]]:
+    began = now()
+    mount.open()
+    if title:
+        out(title, now() - began, "s")
+    try:
+        yield mount, began
+    finally:
+        mount.close()
+
+
+def _in_parallel(function: Callable[[str], Any], points: Sequence[str]) -> list[Any]:
+    """The function of each mount point, by a process for each."""
+    if len(points) == 1:
+        return [function(points[0])]
+    code = f"import sys, folders, pushing; print(({function.__module__}.{function.__name__})(sys.argv[1]))"
+    readers = [subprocess.Popen([sys.executable, "-c", code, point], stdout=subprocess.PIPE, text=True) for point in points]
+    return [float(reader.communicate(timeout=_ROUND_S)[0]) for reader in readers]
+
+
+def _read_everything(root: str) -> float:
+    folders.read_small(root)
+    return folders.read_big(root)
+
+
+def _refreshes(mount: Any, source: str, points: Sequence[str], name: Callable[[str], str]) -> None:
+    small, big = f"{source}/{folders.A_SMALL_FILE}", f"{source}/{folders.A_BIG_FILE}"
+
+    def edit() -> None:
+        with open(small, "wb") as file:
+            file.write(os.urandom(3000))
+
+    def edit_both() -> None:
+        edit()
+        with open(big, "r+b") as file:
+            file.write(os.urandom(1 << 20))
+
+    for title, change, times in (("nothing", lambda: None, NUM_REFRESHES), ("edited", edit, NUM_REFRESHES), ("one_of_each", edit_both, 5)):
+        taken = []
+        time.sleep(0.3)  # a file that has just changed is looked at again, once
+        mount.refresh()
+        for _ in range(times):
+            change()
+            began = now()
+            mount.refresh()
+            taken.append((now() - began) * 1000)
+            for point in points:
+                if Path(point, folders.A_SMALL_FILE).read_bytes() != Path(small).read_bytes():
+                    raise RuntimeError(f"{point} shows another version than {source}")
+        out(name(f"refresh_{title}"), statistics.median(taken), "ms")
+
+
+# ------------------------------------------------------------------------------------------------------- the floor
+
+
+def receive() -> None:
+    """Take copies, one a connection, into a folder in memory that is then removed."""
+    base = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with socket.create_server(("", RAW_PORT)) as listener:
+        while True:
+            with listener.accept()[0] as sock:
+                folder = tempfile.mkdtemp(prefix="bench-mounts-", dir=base)
+                try:
+                    folders.receive_all(folder, sock)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy(source: str, ip: str) -> None:
+    """Print the seconds that a bare copy takes."""
+    with socket.create_connection((ip, RAW_PORT)) as sock:
+        began = now()
+        folders.send_all(source, sock)
+        out("raw_copy", now() - began, "s")
+
+
+# -------------------------------------------------------------------------------------------------------- outside
+
+
+class Place:
+    """Where programs run: this machine, or one namespace of a rig."""
+
+    def __init__(self, host: Any = None) -> None:
+        self._host = host
+        self.ip = "127.0.0.1" if host is None else host.ip
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a program there."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), **options.pop("env", {})}
+        environment.pop("MONARCH_SECRET", None)
+        run = subprocess.Popen if self._host is None else self._host.run
+        process: subprocess.Popen[Any] = run(command, env=environment, **options)
+        return process
+
+
+def run_round(source: str, place: Place, hosts: Sequence[Place], pythons: dict[str, str], title: str, add: Add) -> None:
+    """The bare copy, then each implementation: on `hosts`, or on this machine when there are none."""
+    found: dict[str, float] = {}
+
+    def take(text: str, before: str) -> None:
+        for line in text.splitlines():
+            words = line.split()
+            if len(words) == _LINE_WORDS and not line.startswith("#"):
+                name, value, unit = before + words[0], float(words[1]), words[2]
+                found[name] = value
+                add(name, value, unit)
+
+    take(_run(place, [sys.executable, __file__, "--copy", source, (hosts or [place])[0].ip]), title)
+    for prefix, python in pythons.items():
+        serving = [_serve(host, python) for host in hosts]
+        point = tempfile.mkdtemp(prefix="bench-mounts-")
+        try:
+            for host in hosts:
+                _wait_for(place, host, PORT)
+            target = f"{point}/$SUBDIR" if hosts else point
+            urls = json.dumps([f"tcp://{host.ip}:{PORT}" for host in hosts])
+            environment = {"BENCH_CLIENT": f"tcp://{place.ip}:{CLIENT_PORT}"} if hosts and prefix else {}
+            take(_run(place, [python, __file__, "--client", source, target, urls, prefix], env=environment), title)
+        finally:
+            for process in serving:
+                process.kill()
+                process.wait()
+            _clean(point)
+        for name in ("open_to_all_here", "open_to_last_byte"):
+            if (value := found.get(f"{title}{prefix}{name}")) is not None:
+                add(f"{title}{prefix}{name}_of_copy", value / found[f"{title}raw_copy"], "x")
+
+
+def _run(place: Place, command: Sequence[str], **options: Any) -> str:
+    process = place.start(command, stdout=subprocess.PIPE, text=True, **options)
+    try:
+        text, _ = process.communicate(timeout=_ROUND_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        remark(f"not over within {_ROUND_S:g} s: {' '.join(command)}")
+    if process.returncode:
+        remark(f"exit status {process.returncode}: {' '.join(command)}")
+    return str(text)
+
+
+def _serve(host: Place, python: str) -> subprocess.Popen[Any]:
+    return host.start([python, __file__, "--serve", f"tcp://{host.ip}:{PORT}"], stdout=subprocess.DEVNULL)
+
+
+def _wait_for(place: Place, host: Place, port: int) -> None:
+    probe = f"import socket, sys; sys.exit(socket.socket().connect_ex(({host.ip!r}, {port})))"
+    deadline = now() + WAIT_S
+    while now() < deadline:
+        if place.start([sys.executable, "-SEc", probe]).wait() == 0:
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens at {host.ip}:{port}")
+
+
+def _clean(point: str) -> None:
+    for folder in (*sorted(Path(point).iterdir()), Path(point)):
+        if os.path.ismount(folder):
+            subprocess.call(["umount", "-l", str(folder)])
+        folder.rmdir()
+
+
+def run_pushed(base: str | None, mib: int, rounds: int, pythons: dict[str, str], add: Add) -> None:
+    """The section `pushed`: on this machine."""
+    with _source(base, mib) as source, _receiver(Place()):
+        for _ in range(rounds):
+            run_round(source, Place(), [], pythons, "", add)
+
+
+def run_hosts(base: str | None, mib: int, rounds: int, pythons: dict[str, str], add: Add) -> None:
+    """The section `hosts`: one and four namespaces, in turns."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from system.hosts import Hosts
+
+    with Hosts(("a", "b", "c", "d")) as rig, _source(base, mib) as source:
+        hosts = [Place(host) for host in rig]
+        place = Place(rig.client)
+        with _receiver(hosts[0]):
+            _wait_for(place, hosts[0], RAW_PORT)
+            for _ in range(rounds):
+                seconds: dict[str, float] = {}
+
+                def add_and_note(name: str, value: float, unit: str, seconds: dict[str, float] = seconds) -> None:
+                    seconds[name] = value
+                    add(name, value, unit)
+
+                run_round(source, place, hosts[:1], pythons, "one_", add_and_note)
+                run_round(source, place, hosts, {"": pythons[""]}, "four_", add_and_note)
+                for name in ("open_to_all_here", "open_to_last_byte"):
+                    add(f"four_{name}_of_one", seconds[f"four_{name}"] / seconds[f"one_{name}"], "x")
+
+
+@contextmanager
+def _source(base: str | None, mib: int) -> Iterator[str]:
+    source = tempfile.mkdtemp(prefix="bench-mounts-", dir=base)
+    try:
+        folders.make(source, mib)
+        yield source
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+
+
+@contextmanager
+def _receiver(place: Place) -> Iterator[None]:
+    process = place.start([sys.executable, __file__, "--receive"])
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+if __name__ == "__main__":
+    what, arguments = sys.argv[1], sys.argv[2:]
+    if what == "--serve":
+        from monarch.actor import run_worker_loop_forever
+
+        run_worker_loop_forever(address=arguments[0], ca="trust_all_connections")
+    elif what == "--receive":
+        receive()
+    elif what == "--copy":
+        copy(*arguments)
+    elif what == "--client":
+        client(arguments[0], arguments[1], json.loads(arguments[2]), arguments[3])
