@@ -5,6 +5,7 @@ Nothing here knows an implementation: programs of each import it.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import socket
@@ -76,7 +77,7 @@ def send_all(root: str, sock: socket.socket) -> None:
 def receive_all(root: str, sock: socket.socket) -> None:
     """The other side of `send_all`: writes the files below `root`."""
     buffer = memoryview(bytearray(MIB))
-    with sock.makefile("rb", buffering=MIB) as stream:
+    with io.BufferedReader(socket.SocketIO(sock, "rb"), MIB) as stream:
         while line := stream.readline().rstrip(b"\n").decode():
             name, size = line.split("\0")
             path = Path(root, name)
@@ -86,4 +87,4 @@ def receive_all(root: str, sock: socket.socket) -> None:
                 while left and (count := stream.readinto1(buffer[: min(left, MIB)])):
                     file.write(buffer[:count])
                     left -= count
-    sock.sendall(b"x")
+        sock.sendall(b"x")

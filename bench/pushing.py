@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -172,9 +171,8 @@ class Place:
         """Start a program there."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), **options.pop("env", {})}
         environment.pop("MONARCH_SECRET", None)
-        run = subprocess.Popen if self._host is None else self._host.run
-        process: subprocess.Popen[Any] = run(command, env=environment, **options)
-        return process
+        run: Callable[..., subprocess.Popen[Any]] = subprocess.Popen if self._host is None else self._host.run
+        return run(command, env=environment, **options)
 
 
 def run_round(source: str, place: Place, hosts: Sequence[Place], pythons: dict[str, str], title: str, add: Add) -> None:

@@ -34,12 +34,7 @@ def store(wanted):
 
 
 def put(store: Store, offset: int, data: bytes) -> None:
-    rest = memoryview(data)
-    for view in store.writable(offset, len(data)):
-        view[:] = rest[: len(view)]
-        rest = rest[len(view) :]
-    assert not rest
-    store.arrived(offset, len(data))
+    store.put(offset, memoryview(data))
 
 
 def start_read(store: Store, file: Span, offset: int = 0, size: int = 1 << 40) -> Answer:
@@ -97,7 +92,6 @@ def test_bytes_of_no_file_go_nowhere(store):
     put(store, 0, b"z" * 1000)
     put(store, 1 << 50, b"z" * 1000)
     assert store.statistics().resident_bytes == SMALL.length
-    assert sum(map(len, store.writable(0, 12345))) == 12345
 
 
 def test_missing_is_what_files_lack(store):
@@ -256,11 +250,6 @@ def test_descriptors_have_a_limit_and_files_beyond_it_are_served_all_the_same():
     store.drop(spans[:1])
     assert store.statistics().num_descriptors == 1
     store.close()
-
-
-def test_what_arrives_without_being_written_is_zero(store):
-    store.arrived(BIG.offset, BIG.length)
-    assert start_read(store, BIG).value == bytes(BIG.length)
 
 
 def test_a_file_of_many_gigabytes_takes_the_memory_of_what_came():

@@ -2,9 +2,9 @@
 
     where the directory is                     a host that shows it
       Source.scan() -> Snapshot   --encode-->    PushedFileSystem(snapshot, store)       a `FileSystem` for the FUSE server
-      Source.read_piece()         --bytes-->     Store.writable(), Store.arrived()       or Store.failed_at() for what diverged
+      Source.read_piece()         --bytes-->     Store.put()                             or Store.failed_at() for what diverged
       Source.hashes(old, new)     --digests-->   PushedFileSystem.refresh(new, digests)  what the kernel must forget
-                                  <--wanted--    Store(wanted)                           pieces that somebody waits for
+                                  <--wanted--    Store(wanted)                           pieces that somebody waits for, or soon will
                                                  copy_mode.copy(snapshot, store, path)   plain files instead
 
 Nothing here knows how bytes travel. An address of the store belongs to one version of one file for ever, on every host: that is what

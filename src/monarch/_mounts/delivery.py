@@ -3,11 +3,13 @@
     source --> host 0 --> host 1 --> ... --> host 15
                  `-----> host 16 --> host 17 --> ...        each asks the one before it, and keeps what passes
 
-Everything is asked for, nothing is pushed: a reader asks for what it lacks, and in the background each host asks for the rest, some
-pieces ahead. So a slow host slows only those behind it, and one that has ended is passed over: whoever asked it asks the source.
+Everything is asked for, nothing is pushed: a reader asks for what it lacks, and in the background each host asks for the rest, several
+pieces at once and some requests ahead. So a slow host slows only those behind it, and one that has ended is passed over: whoever asked it
+asks the source.
 
 Rules of this file:
-    1. What a reader waits for goes first, and never behind more than the pieces that are on their way already.
+    1. What a reader waits for goes first, and never behind more than the bytes that are on their way already. Next comes what he is about
+       to read.
     2. Every request ends: with bytes, with the ranges that are lost (the file has changed at the source), or with the next upstream.
        When the last one has ended, whoever waits gets EIO.
     3. It knows no actors: an upstream is a function that returns a future.
@@ -34,8 +36,10 @@ from monarch._runtime.future import Future
 from monarch._wire.frames import Buffer
 
 _logger = logging.getLogger("monarch.mounts")
-AHEAD = 8
-"""Pieces that are on their way without anybody waiting for them."""
+AHEAD_BYTES = 16 << 20
+"""So much may be on its way without anybody waiting for it."""
+RUN_BYTES = 4 << 20
+"""Most that is asked for at once then: the more, the less a byte costs, and the longer a reader waits behind it."""
 CHAIN = 16
 """Hosts in a row. The heads of the rows form a row of their own."""
 
@@ -73,6 +77,34 @@ class DeliveryStatistics(msgspec.Struct, frozen=True):
     num_lost_upstreams: int
 
 
+class _Batch:
+    """Pieces that somebody wants to hear of when the last of them is here or lost."""
+
+    def __init__(self, when_done: Callable[[], None]) -> None:
+        self.num_lacking = 0
+        self.when_done = when_done
+
+
+class _Request(NamedTuple):
+    """Pieces asked for at once; what lies between them may come as well."""
+
+    pieces: tuple[Span, ...]
+    is_ahead: bool
+    """Nobody waits for them."""
+
+    @property
+    def span(self) -> Span:
+        first, last = self.pieces[0], self.pieces[-1]
+        return Span(first.offset, last.end - first.offset)
+
+
+class _Guest(NamedTuple):
+    """Who of downstream waits for a range."""
+
+    span: Span
+    answer: Callable[[Piece], None]
+
+
 class Delivery:
     """Fills one store. Thread: one of its own, which moves the bytes; methods: any."""
 
@@ -86,17 +118,18 @@ class Delivery:
         self._under_way: set[int] = set()
         """Pieces that were asked for, by address."""
         self._background: deque[Span] = deque()
-        self._num_ahead = 0
-        self._guests: dict[int, list[Callable[[Piece], None]]] = {}
-        """Who of downstream waits for a piece, by its address."""
-        self._idle: list[Callable[[], None]] = []
+        self._bytes_ahead = 0
+        self._guests: dict[int, list[_Guest]] = {}
+        """By the address of a piece that is on its way to them."""
+        self._batches: dict[int, list[_Batch]] = {}
+        """Which of them a piece is still lacking in, by its address."""
         self._said: set[type[BaseException]] = set()
         self._num_pieces = self._num_bytes = self._num_served = self._num_lost = 0
         self._thread = threading.Thread(target=self._run, name="monarch-delivery", daemon=True)
 
     def start(self) -> None:
         """Begin."""
-        self._store.connect(self.want)
+        self._store.connect(self.want, self.expect)
         self._thread.start()
 
     def close(self) -> None:
@@ -109,6 +142,10 @@ class Delivery:
         """Somebody waits for a piece."""
         self._events.put(partial(self._ask, Span(offset, length)))
 
+    def expect(self, pieces: Sequence[Span]) -> None:
+        """Somebody will soon wait for these pieces: they go before all else that nobody waits for."""
+        self._events.put(partial(self._fetch_soon, pieces))
+
     def prefetch(self, pieces: Iterable[Span], when_done: Callable[[], None] | None = None) -> None:
         """Fetch pieces that nobody waits for yet, in this order, after those asked for before.
 
@@ -120,7 +157,7 @@ class Delivery:
 
     def serve(self, offset: int, length: int, answer: Callable[[Piece], None]) -> None:
         """Give a piece to somebody downstream, now or when it has come."""
-        self._events.put(partial(self._serve, Span(offset, length), answer))
+        self._events.put(partial(self._serve, _Guest(Span(offset, length), answer)))
 
     def statistics(self) -> DeliveryStatistics:
         """What was done so far."""
@@ -135,51 +172,85 @@ class Delivery:
             except Exception:
                 _logger.exception("a piece was not delivered")
         for guests in self._guests.values():
-            for answer in guests:
-                answer(_NOTHING)
+            for guest in guests:
+                guest.answer(_NOTHING)
         self._guests.clear()
 
     def _ask(self, piece: Span) -> None:
-        if piece.offset in self._under_way or not self._store.missing(piece.offset, piece.length):
-            return
-        self._under_way.add(piece.offset)
-        self._ask_upstream(piece, 0, ahead=False)
+        if piece.offset not in self._under_way and self._store.missing(piece.offset, piece.length):
+            self._send(_Request((piece,), is_ahead=False))
+
+    def _fetch_soon(self, pieces: Sequence[Span]) -> None:
+        self._background.extendleft(reversed(pieces))
+        self._go_on()
 
     def _fetch_ahead(self, pieces: list[Span], when_done: Callable[[], None] | None) -> None:
         self._background.extend(pieces)
         if when_done is not None:
-            self._idle.append(when_done)
+            batch = _Batch(when_done)
+            for piece in pieces:
+                if self._store.missing(piece.offset, piece.length):
+                    self._batches.setdefault(piece.offset, []).append(batch)
+                    batch.num_lacking += 1
+            if not batch.num_lacking:
+                when_done()
         self._go_on()
 
     def _go_on(self) -> None:
-        if not self._upstreams:
-            self._background.clear()
-        while self._background and self._num_ahead < AHEAD:
-            piece = self._background.popleft()
-            if piece.offset in self._under_way or not self._store.missing(piece.offset, piece.length):
-                continue
-            self._under_way.add(piece.offset)
-            self._num_ahead += 1
-            self._ask_upstream(piece, 0, ahead=True)
-        if not self._background and not self._num_ahead:
-            idle, self._idle = self._idle, []
-            for call in idle:
-                call()
+        while self._background and (self._bytes_ahead < AHEAD_BYTES or not self._upstreams):
+            pieces = self._next_run()
+            if not self._upstreams:
+                self._count_off(pieces)
+            elif pieces:
+                self._send(_Request(tuple(pieces), is_ahead=True))
 
-    def _ask_upstream(self, piece: Span, at: int, *, ahead: bool) -> None:
+    def _next_run(self) -> list[Span]:
+        """The next pieces of the background, as far as they lie behind each other."""
+        run: list[Span] = []
+        num_bytes = 0
+        while self._background:
+            piece = self._background[0]
+            if run and (piece.offset != run[-1].end or num_bytes + piece.length > RUN_BYTES):
+                break
+            self._background.popleft()
+            if piece.offset in self._under_way:
+                if run:
+                    break
+            elif self._store.missing(piece.offset, piece.length):
+                run.append(piece)
+                num_bytes += piece.length
+            else:
+                self._count_off((piece,))
+        return run
+
+    def _count_off(self, pieces: Iterable[Span]) -> None:
+        for piece in pieces:
+            for batch in self._batches.pop(piece.offset, ()):
+                batch.num_lacking -= 1
+                if not batch.num_lacking:
+                    batch.when_done()
+
+    def _send(self, request: _Request) -> None:
+        self._under_way.update(piece.offset for piece in request.pieces)
+        if request.is_ahead:
+            self._bytes_ahead += request.span.length
+        self._ask_upstream(request, 0)
+
+    def _ask_upstream(self, request: _Request, at: int) -> None:
+        span = request.span
         if at >= len(self._upstreams):
-            for span in self._store.missing(piece.offset, piece.length):
-                self._store.failed_at(span.offset, span.length, errno.EIO, version=self._store.version)
-            self._events.put(partial(self._finish, piece, ahead=ahead))
+            for gap in self._store.missing(*span):
+                self._store.failed_at(*gap, errno.EIO, version=self._store.version)
+            self._events.put(partial(self._finish, request))
             return
         upstream, version = self._upstreams[at], self._store.version
         try:
-            future = upstream(piece.offset, piece.length)
+            future = upstream(*span)
         except Exception as exc:
             future = Future._failed(exc)
-        future._when_done(lambda: self._events.put(partial(self._take, piece, upstream, future, version, ahead=ahead)))
+        future._when_done(lambda: self._events.put(partial(self._take, request, upstream, future, version)))
 
-    def _take(self, piece: Span, upstream: Upstream, future: Future[Piece], version: int, *, ahead: bool) -> None:
+    def _take(self, request: _Request, upstream: Upstream, future: Future[Piece], version: int) -> None:
         error = future.exception(0.0)
         at = self._upstreams.index(upstream) if upstream in self._upstreams else -1
         if error is not None:
@@ -187,54 +258,56 @@ class Delivery:
                 self._say(error, at)
                 self._num_lost += 1
                 del self._upstreams[at]
-            self._ask_upstream(piece, max(at, 0), ahead=ahead)
+            self._ask_upstream(request, max(at, 0))
             return
-        found = future.get(0.0)
-        if found == _NOTHING:
-            self._ask_upstream(piece, at + 1, ahead=ahead)
+        try:
+            self._store_piece(future.get(0.0), version)
+        except (OSError, MemoryError) as exc:  # no memory for it; later ones may find some
+            _logger.error("bytes of a pushed directory could not be kept: %s", exc)
+            self._store.failed_at(*request.span, errno.EIO, version=version)
+        if any(self._store.lacks(*piece) for piece in request.pieces):
+            self._ask_upstream(request, at + 1)  # who was asked does not know all of them: it has another version
             return
-        self._store_piece(found, version)
-        self._finish(piece, ahead=ahead)
+        self._num_pieces += len(request.pieces)
+        self._finish(request)
 
     def _store_piece(self, found: Piece, version: int) -> None:
         for offset, data in found.parts:
             view = memoryview(data).cast("B")
-            self._fill(offset, view)
+            self._store.put(offset, view)
             self._num_bytes += view.nbytes
-        self._num_pieces += 1
         for offset, length in found.lost:
             self._store.failed_at(offset, length, errno.EIO, version=version)
 
-    def _fill(self, offset: int, data: memoryview) -> None:
-        done = 0
-        for target in self._store.writable(offset, data.nbytes):
-            target[:] = data[done : done + target.nbytes]
-            done += target.nbytes
-        self._store.arrived(offset, done)
-
-    def _finish(self, piece: Span, *, ahead: bool) -> None:
-        self._under_way.discard(piece.offset)
-        if ahead:
-            self._num_ahead -= 1
-        for answer in self._guests.pop(piece.offset, ()):
-            self._give(piece, answer)
+    def _finish(self, request: _Request) -> None:
+        self._under_way.difference_update(piece.offset for piece in request.pieces)
+        if request.is_ahead:
+            self._bytes_ahead -= request.span.length
+        for piece in request.pieces:
+            for guest in self._guests.pop(piece.offset, ()):
+                self._wait_or_give(guest)
+        self._count_off(request.pieces)
         self._go_on()
 
-    def _serve(self, piece: Span, answer: Callable[[Piece], None]) -> None:
-        if self._store.offer(piece.offset, piece.length) is not None or not self._store.knows(piece.offset, piece.length):
-            self._give(piece, answer)
-            return
-        self._guests.setdefault(piece.offset, []).append(answer)
-        self._ask(piece)
+    def _serve(self, guest: _Guest) -> None:
+        if self._store.offer(*guest.span) is None:
+            pieces = [piece for piece in self._store.lacking(*guest.span) if piece.offset not in self._under_way]
+            if pieces:
+                self._send(_Request(tuple(pieces), is_ahead=False))
+        self._wait_or_give(guest)
 
-    def _give(self, piece: Span, answer: Callable[[Piece], None]) -> None:
-        offer = self._store.offer(piece.offset, piece.length)
-        if offer is None:
-            answer(_NOTHING)
-        else:
+    def _wait_or_give(self, guest: _Guest) -> None:
+        offer = self._store.offer(*guest.span)
+        if offer is not None:
             self._num_served += 1
             parts, lost = offer
-            answer(Piece(list(parts), lost))
+            guest.answer(Piece(list(parts), lost))
+            return
+        for piece in self._store.lacking(*guest.span):
+            if piece.offset in self._under_way:
+                self._guests.setdefault(piece.offset, []).append(guest)
+                return
+        guest.answer(_NOTHING)
 
     def _say(self, error: BaseException, at: int) -> None:
         if type(error) not in self._said:

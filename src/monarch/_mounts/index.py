@@ -117,8 +117,11 @@ def place(sizes: list[int], total: int) -> tuple[list[int], int]:
     return offsets, end
 
 
-def walk(source_path: str, root: os.stat_result) -> Iterator[tuple[str, list[Found]]]:
+def walk(source_path: str, root: os.stat_result, left_out: list[str] | None = None) -> Iterator[tuple[str, list[Found]]]:
     """The directories of a tree, each with its names in order; a parent before its children, the last child first.
+
+    Args:
+        left_out: where the paths go that could not be examined.
 
     Yields:
         Virtual path of the directory ("" is the root) and what is in it.
@@ -127,20 +130,22 @@ def walk(source_path: str, root: os.stat_result) -> Iterator[tuple[str, list[Fou
         OSError: a directory cannot be listed.
     """
     stack = [""]
+    left_out = [] if left_out is None else left_out
     while stack:
         folder = stack.pop()
         try:
-            entries = _listing(source_path + folder, root.st_dev)
+            entries = _listing(source_path + folder, root.st_dev, left_out)
         except FileNotFoundError:
             if not folder:
                 raise
             _log.warning("left empty, has just gone path=%r", source_path + folder)
+            left_out.append(source_path + folder)
             entries = []
         yield folder, entries
         stack += [f"{folder}/{entry.name}" for entry in entries if entry.descends]
 
 
-def _listing(path: str, device: int) -> list[Found]:
+def _listing(path: str, device: int, left_out: list[str]) -> list[Found]:
     found = []
     with os.scandir(path or "/") as entries:
         ordered = sorted(entries, key=lambda entry: entry.name)
@@ -150,6 +155,7 @@ def _listing(path: str, device: int) -> list[Found]:
             target = os.readlink(entry.path) if stat.S_ISLNK(status.st_mode) else None
         except OSError as exc:
             _log.warning("left out, cannot be examined path=%r error=%s", entry.path, exc)
+            left_out.append(entry.path)
             continue
         descends = stat.S_ISDIR(status.st_mode)
         if descends and entry.name == LEFT_OUT:

@@ -4,14 +4,12 @@ Rules of this file:
     1. A digest of an old piece is either announced by the source together with the new ones, or made here from the bytes that are here.
     2. Made here are those of the same place of the same path, and of files of the same length that are gone: one of them may have
        been renamed.
-    3. Copying needs no lock: what is here never changes, and a new piece counts only when it is whole.
+    3. Copying needs no lock: what is here never changes.
 
 Read next: `source.py`, which makes the digests.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from monarch._mounts import hashing
 from monarch._mounts.hashing import Digests
@@ -90,18 +88,8 @@ def _copy(store: Store, source: Span, target: Span) -> bool:
     sources = store.peek(source)
     if sources is None:
         return False
-    _fill(store.writable(target.offset, target.length), sources)
-    store.arrived(target.offset, target.length)
-    return True
-
-
-def _fill(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    pending = list(reversed(targets))
+    at = target.offset
     for view in sources:
-        while view:
-            target = pending.pop()
-            size = min(len(view), len(target))
-            target[:size] = view[:size]
-            if size < len(target):
-                pending.append(target[size:])
-            view = view[size:]
+        store.put(at, view)
+        at += len(view)
+    return True

@@ -23,6 +23,34 @@ from typing import Any
 _FAILED = ctypes.c_void_p(-1).value
 
 
+class Writer:
+    """Writes one range of a memory. Thread: any; where there is a descriptor, others may use the interpreter meanwhile."""
+
+    def __init__(self, view: memoryview, fd: int | None, start: int) -> None:
+        self._view = view
+        self._fd = None if fd is None else os.dup(fd)  # the memory may be closed before we are done
+        self._start = start
+
+    def write(self, data: memoryview) -> None:
+        """Write `data`, as long as the range.
+
+        Raises:
+            OSError: the system has no memory.
+        """
+        if self._fd is None:
+            self._view[:] = data
+            return
+        done = 0
+        while done < len(data):  # half the time of a copy into the mapping, where each page is faulted in and cleared first
+            done += os.pwrite(self._fd, data[done:], self._start + done)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd, self._view = None, memoryview(b"")
+
+
 class Memory:
     """`size` bytes, all zero. Thread: any; the owner keeps `close` apart from all else."""
 
@@ -41,6 +69,10 @@ class Memory:
             self.fd = fd
         elif fd is not None:
             os.close(fd)
+
+    def writer(self, start: int, end: int) -> Writer:
+        """Who writes the bytes from `start` to `end`."""
+        return Writer(self.view[start:end], self.fd, start)
 
     def discard(self, start: int, end: int) -> None:
         """Give the whole pages inside [start, end) back to the system; they read as zeros again."""

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator
 
 from monarch._mounts.hashing import PIECE_BYTES
 from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE
-from monarch._mounts.memory import Memory
+from monarch._mounts.memory import Memory, Writer
 from monarch._mounts.ranges import Ranges, Span
 
 
 class Segment:
     """Addresses `start` to `end` in one piece of memory."""
 
-    __slots__ = ("end", "is_big", "live", "memory", "present", "start")
+    __slots__ = ("end", "expected", "is_big", "live", "memory", "present", "start")
 
     def __init__(self, start: int, end: int, *, is_big: bool) -> None:
         self.start = start
@@ -32,6 +32,12 @@ class Segment:
         """What belongs to a file of a version that somebody can read."""
         self.present = Ranges()
         self.memory: Memory | None = None
+        self.expected = start
+        """Up to here readers have been announced."""
+
+    def writer(self, start: int, end: int) -> Writer:
+        """Writes the bytes at these addresses, also when the segment is closed meanwhile."""
+        return self.allocated(keep_fd=False).writer(start - self.start, end - self.start)
 
     def view(self, start: int, end: int) -> memoryview:
         """The bytes at these addresses."""

@@ -4,9 +4,9 @@ Bytes have the addresses of the index. An address belongs to one version of one 
 that is here never changes.
 
     delivery                                   readers
-      writable(offset, length) -> views          read(file, offset, size, later) -> views, an errno, or later
-      arrived(offset, length)                    wanted(offset, length): called once for each piece that somebody waits for
-      failed(path, errno), retry, disconnect
+      put(offset, bytes)                         read(file, offset, size, later) -> views, an errno, or later
+      failed(path, errno), retry, disconnect     wanted(offset, length): called once for each piece that somebody waits for
+                                                 expected(pieces): who reads on will soon wait for these
 
 Rules of this file:
     1. Nothing foreign runs under the lock: neither `wanted` nor the answer to a reader.
@@ -30,13 +30,15 @@ import msgspec
 
 from monarch._base.errors import explain
 from monarch._mounts.filesystem import Later
+from monarch._mounts.index import BIG_FILE_THRESHOLD
 from monarch._mounts.ranges import Span
 from monarch._mounts.segment import Segment, segments_of
 from monarch._mounts.snapshot import Snapshot
 
 Wanted = Callable[[int, int], None]
-
-
+Expected = Callable[[Sequence[Span]], None]
+READ_AHEAD_BYTES = 8 << 20
+"""So much before a reader who goes on is announced."""
 
 
 class StoreStatistics(msgspec.Struct, frozen=True):
@@ -72,6 +74,7 @@ class Store:
         """
         self._lock = threading.Lock()
         self._wanted: Wanted | None = wanted
+        self._expected: Expected | None = None
         self._severed = errno.ENOTCONN
         self._version = 0
         self._current: Snapshot | None = None
@@ -153,53 +156,57 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------------------ delivery
 
-    def connect(self, wanted: Wanted) -> None:
+    def connect(self, wanted: Wanted, expected: Expected | None = None) -> None:
         """There is a source (again).
 
         Args:
             wanted: called with offset and length of each piece that a reader waits for and that nobody has asked for yet; from the
-                reader's thread, so it must not block. Each call is to be followed by `arrived`, `failed` or `retry` of the piece.
+                reader's thread, so it must not block. Each call is to be followed by `put`, `failed` or `retry` of the piece.
+            expected: called, as `wanted`, with pieces that a reader of a big file will want when he goes on. May be ignored.
         """
         with self._lock:
-            self._wanted = wanted
+            self._wanted, self._expected = wanted, expected
 
     def disconnect(self, errno: int) -> None:
         """The source is gone: who waits, and who comes later for what is not here, gets `errno`, until `connect`."""
         with self._lock:
-            self._wanted, self._severed = None, errno
+            self._wanted, self._expected, self._severed = None, None, errno
             self._asked.clear()
             unlucky = self._take_waiters(lambda _: True)
         _fail(unlucky, errno)
 
-    def writable(self, offset: int, length: int) -> list[memoryview]:
-        """Where to receive these bytes into; together exactly `length` long. They count as here after `arrived`."""
-        views = []
+    def put(self, offset: int, data: memoryview) -> None:
+        """Bytes have come: keep those that are wanted and not here, and wake who waits for them, in the order of the pieces.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
+        end = offset + len(data)
         with self._lock:
-            at, end = offset, offset + length
-            for segment, low, high in self._parts(offset, end):
-                for start, stop in segment.lacking(low, high):
-                    if at < start:
-                        views.append(memoryview(bytearray(start - at)))
-                    self._allocate(segment)
-                    views.append(segment.view(start, stop))
-                    at = stop
-        if at < end:
-            views.append(memoryview(bytearray(end - at)))
-        return views
+            gaps = [(segment, low, high) for segment, start, stop in self._parts(offset, end) for low, high in segment.lacking(start, stop)]
+            for segment, _, _ in gaps:
+                self._allocate(segment)
+            writers = [segment.writer(low, high) for segment, low, high in gaps]
+        try:
+            for (_, low, high), writer in zip(gaps, writers, strict=True):
+                writer.write(data[low - offset : high - offset])
+        finally:
+            for writer in writers:
+                writer.close()
+        self._arrived(offset, end)
 
     def _allocate(self, segment: Segment) -> None:
         if segment.memory is None:
             memory = segment.allocated(keep_fd=segment.is_big and self._descriptors_left > 0)
             self._descriptors_left -= memory.fd is not None
 
-    def arrived(self, offset: int, length: int) -> None:
-        """These bytes are right now: wake who waits for them, in the order of the pieces. What was never written reads as zeros."""
+    def _arrived(self, start: int, end: int) -> None:
         ready: list[tuple[Later, list[memoryview] | int]] = []
         with self._lock:
-            for segment, start, end in list(self._parts(offset, offset + length)):
-                segment.arrive(start, end)
+            for segment, low, high in list(self._parts(start, end)):
+                segment.arrive(low, high)
                 if self._asked or self._waiting:
-                    for piece in segment.pieces(start, end):
+                    for piece in segment.pieces(low, high):
                         if not segment.lacking(piece.offset, piece.end):
                             self._asked.discard(piece.offset)
                         for waiter in self._waiting.pop(piece.offset, ()):
@@ -269,10 +276,17 @@ class Store:
             gaps = [gap for segment, start, end in self._parts(offset, offset + length) for gap in segment.lacking(start, end)]
         return [Span(start, end - start) for start, end in gaps]
 
-    def knows(self, offset: int, length: int) -> bool:
-        """Whether some of these bytes belong to a file of a version that is here."""
+    def lacking(self, offset: int, length: int) -> list[Span]:
+        """The pieces of this range of which something is missing, in order."""
         with self._lock:
-            return any(segment.live.within(start, end) for segment, start, end in self._parts(offset, offset + length))
+            return list(self._lacking_pieces(offset, offset + length))
+
+    def lacks(self, offset: int, length: int) -> bool:
+        """Whether something of this range is missing and may still come: not that of files that have failed."""
+        with self._lock:
+            gaps = [gap for segment, start, end in self._parts(offset, offset + length) for gap in segment.lacking(start, end)]
+            failed = [(start, start + self._files[start]) for start in self._errnos]
+        return any(not any(low <= start and end <= high for low, high in failed) for start, end in gaps)
 
     def offer(self, offset: int, length: int) -> tuple[list[tuple[int, memoryview]], list[tuple[int, int]]] | None:
         """What another host may have of a range: address and bytes of what is here, address and length of what has failed.
@@ -323,16 +337,15 @@ class Store:
             return []
         with self._lock:
             found = self._found(file, start, end)
-            if found is not None:
-                return found
-            wanted = self._wanted
-            if wanted is None:
+            wanted, expected = self._wanted, self._expected
+            if found is None and wanted is None:
                 return self._severed
-            first = next(self._lacking_pieces(start, end))
-            self._waiting.setdefault(first.offset, []).append(_Waiter(file, start, end, later))
-            pieces = self._unasked(start, end)
+            pieces = [] if found is not None else self._parked(_Waiter(file, start, end, later))
+            coming = self._coming(start, end) if expected is not None and file.length >= BIG_FILE_THRESHOLD else []
         _ask(wanted, pieces)
-        return later
+        if coming and expected is not None:
+            expected(coming)
+        return later if found is None else found
 
     def peek(self, span: Span) -> list[memoryview] | None:
         """The bytes of a range, if all of them are here."""
@@ -407,6 +420,27 @@ class Store:
         pieces = [piece for piece in self._lacking_pieces(start, end) if piece.offset not in self._asked]
         self._asked.update(piece.offset for piece in pieces)
         return pieces
+
+    def _parked(self, waiter: _Waiter) -> list[Span]:
+        """Have a reader wait; the pieces to ask for."""
+        first = next(self._lacking_pieces(waiter.start, waiter.end))
+        self._waiting.setdefault(first.offset, []).append(waiter)
+        return self._unasked(waiter.start, waiter.end)
+
+    def _coming(self, start: int, end: int) -> list[Span]:
+        """What has to be announced for a reader of [start, end) of a big file; nothing for one who jumps about."""
+        segment = next((segment for segment, _, _ in self._parts(start, end)), None)
+        if segment is None or segment.present.total == segment.live.total:
+            return []
+        piece = next(segment.pieces(start, end)).offset
+        if piece > segment.start and not segment.present.covers(piece - 1, piece):
+            return []
+        low = segment.expected if end <= segment.expected <= end + READ_AHEAD_BYTES else end
+        high = min(end + READ_AHEAD_BYTES, segment.end)
+        if low >= high or (low - end > READ_AHEAD_BYTES // 2 and high < segment.end):
+            return []
+        segment.expected = high
+        return list(self._lacking_pieces(low, high))
 
     def _unask(self, start: int, end: int) -> None:
         if self._asked:

@@ -96,11 +96,11 @@ class MountHandler:
     def _open(self) -> None:
         source_procs = this_host().spawn_procs(name="mount-source")
         self._procs.append(source_procs)
+        procs = self._host_mesh.spawn_procs(name="remotemount")  # they start while the directory is looked at
+        self._procs.append(procs)
         source = source_procs.spawn("source", SourceActor, os.path.abspath(self.sourcepath))
         self._source = source.flatten("rank").slice(rank=0)
         version: Version = self._source.scan.call_one().get()
-        procs = self._host_mesh.spawn_procs(name="remotemount")
-        self._procs.append(procs)
         self._mounts = procs.spawn("mount", MountActor, self._source)
         path = os.path.abspath(self.mntpoint if self.mntpoint is not None else self.sourcepath)
         self._mounts.mount.call(self._mounts, path, version.snapshot, self._mode).get()
