@@ -171,8 +171,10 @@ class Place:
         """Start a program there."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), **options.pop("env", {})}
         environment.pop("MONARCH_SECRET", None)
-        run: Callable[..., subprocess.Popen[Any]] = subprocess.Popen if self._host is None else self._host.run
-        return run(command, env=environment, **options)
+        if self._host is None:
+            return subprocess.Popen(command, env=environment, **options)
+        process: subprocess.Popen[Any] = self._host.run(command, env=environment, **options)
+        return process
 
 
 def run_round(source: str, place: Place, hosts: Sequence[Place], pythons: dict[str, str], title: str, add: Add) -> None:

@@ -9,17 +9,19 @@ import logging
 import os
 import pickle
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
 
 from monarch._base.errors import explain
-from monarch._mounts import copy_mode, mounting, notes
+from monarch._mounts import mounting, notes
 from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, upstream_of
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.hashing import Digests
 from monarch._mounts.index import BIG_FILE_THRESHOLD
 from monarch._mounts.pushed import PushedFileSystem
+from monarch._mounts.ranges import Span
 from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.store import Store, StoreStatistics
 from monarch.actor import Actor, ActorMesh, Port, context, endpoint
@@ -57,12 +59,13 @@ class MountActor(Actor):
         self._server: FuseServer | None = None
 
     @endpoint
-    def mount(self, mesh: ActorMesh[MountActor], path: str, snapshot: bytes, mode: Mode) -> str:
-        """Show the directory at `path`; what is in it comes as it is read, and by itself.
+    def mount(self, mesh: ActorMesh[MountActor], path: str, snapshot: bytes, mode: Mode, ahead_bytes: int | None) -> str:
+        """Show the directory at `path`; the small files come by themselves, and then the big ones.
 
         Args:
             mesh: the same actor on all hosts.
             path: `$SUBDIR` stands for the coordinates of this host.
+            ahead_bytes: at most so much of the big files before somebody reads them; None: a share of the memory that is free.
 
         Returns:
             The path on this host.
@@ -71,12 +74,15 @@ class MountActor(Actor):
         self._path = path.replace(SUBDIR, "_".join(f"{dim}_{at}" for dim, at in rank.items()))
         self._mode = mode
         decoded = Snapshot.decode(snapshot)
+        passthrough = mode == "fuse" and os.geteuid() == 0 and _is_mostly_big(decoded)
+        self._filesystem = PushedFileSystem(decoded, self._store, opens=passthrough)
         self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
         self._delivery.start()
-        if mode == "copy":
-            self._filesystem = PushedFileSystem(decoded, self._store)
-            return self._path
-        self._mount(decoded)
+        small, big = self._store.pieces(decoded)
+        self._delivery.prefetch(small)
+        self._delivery.prefetch(_within(big, _free_bytes() * _PREFETCH_SHARE if ahead_bytes is None else ahead_bytes))
+        if mode == "fuse":
+            self._mount(self._filesystem, passthrough=passthrough)
         return self._path
 
     def _upstreams(self, mesh: ActorMesh[MountActor], rank: int) -> list[Any]:
@@ -84,44 +90,31 @@ class MountActor(Actor):
         found = [] if before is None else [mesh.flatten("rank").slice(rank=before)]
         return [each.piece.call_one for each in (*found, self._source)]
 
-    def _mount(self, snapshot: Snapshot) -> None:
+    def _mount(self, filesystem: PushedFileSystem, *, passthrough: bool) -> None:
         problem = mounting.fuse_problem()
         if problem:
             raise RuntimeError(explain(f"there is no FUSE on this host: {problem}", next='or use remotemount(..., mode="copy")'))
-        sizes = [span.length for span in snapshot.spans]
-        big_bytes = sum(size for size in sizes if size >= BIG_FILE_THRESHOLD)
         mounting.prepare_mount_point(self._path)
-        passthrough = os.geteuid() == 0 and big_bytes > _BIG_SHARE * sum(sizes)
-        self._filesystem = PushedFileSystem(snapshot, self._store, opens=passthrough)
         notes.remember(self._path)
         fd = mounting.mount(self._path, fsname="monarch")
-        self._server = FuseServer(fd, self._filesystem, patience_s=_PATIENCE_S, passthrough=passthrough)
-        self._filesystem.knows = self._server.knows  # type: ignore[method-assign]
+        self._server = FuseServer(fd, filesystem, patience_s=_PATIENCE_S, passthrough=passthrough)
+        filesystem.knows = self._server.knows  # type: ignore[method-assign]
         self._server.start()
 
     @endpoint(explicit_response_port=True)
-    def fetch_code(self, port: Port[None], ahead_bytes: int | None) -> None:
-        """Fetch the small files; answered when all of them are here. The big ones follow.
-
-        Args:
-            ahead_bytes: at most so much of the big ones before somebody reads them; None: a share of the memory that is free.
-        """
+    def wait_code(self, port: Port[None]) -> None:
+        """Answered when all small files of the version of now are here."""
         filesystem, delivery = self._filesystem, self._delivery
-        assert filesystem is not None and delivery is not None
-        small, big = self._store.pieces(filesystem.snapshot)
-        delivery.prefetch(small, lambda: port.send(None))
-        room = _free_bytes() * _PREFETCH_SHARE if ahead_bytes is None else ahead_bytes
-        ahead = []
-        for piece in big:
-            room -= piece.length
-            if room < 0:
-                break
-            ahead.append(piece)
-        delivery.prefetch(ahead)
+        if filesystem is None or delivery is None:  # it was not mounted, and that was told
+            port.send(None)
+        else:
+            delivery.prefetch(self._store.pieces(filesystem.snapshot)[0], lambda: port.send(None))
 
     @endpoint
     def copy(self) -> int:
         """Write the files of the version of now, in copy mode; how many were written."""
+        from monarch._mounts import copy_mode
+
         assert self._filesystem is not None
         return copy_mode.copy(self._filesystem.snapshot, self._store, self._path, patience_s=_PATIENCE_S).num_written
 
@@ -189,6 +182,17 @@ class MountActor(Actor):
 
 def _send(port: Port[Piece], piece: Piece) -> None:
     port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost))  # type: ignore[misc]
+
+
+def _is_mostly_big(snapshot: Snapshot) -> bool:
+    sizes = [span.length for span in snapshot.spans]
+    return sum(size for size in sizes if size >= BIG_FILE_THRESHOLD) > _BIG_SHARE * sum(sizes)
+
+
+def _within(pieces: list[Span], num_bytes: float) -> list[Span]:
+    """The first of them, up to so many bytes."""
+    ends = accumulate(piece.length for piece in pieces)
+    return [piece for piece, end in zip(pieces, ends, strict=True) if end <= num_bytes]
 
 
 def _free_bytes() -> int:

@@ -43,7 +43,7 @@ def remotemount(
 
     Args:
         host_mesh: of any shape.
-        sourcepath: a directory of this machine.
+        sourcepath: a directory of this machine. Relative paths are meant from the working directory of this moment.
         mntpoint: where it appears; None: at the same absolute path. `$SUBDIR` in it stands for the coordinates of the host, such as
             `hosts_0`, which is needed where several hosts of the mesh are one machine.
         mode: "fuse": mounted, read as it comes; "copy": written as plain files, for hosts without FUSE.
@@ -68,6 +68,8 @@ class MountHandler:
             raise ValueError(explain("the path of the directory to push is empty", next="name a directory"))
         self.sourcepath = sourcepath
         self.mntpoint = mntpoint
+        self._source_path = os.path.abspath(sourcepath)
+        self._target_path = os.path.abspath(sourcepath if mntpoint is None else mntpoint)
         self._mode = mode
         self._ahead_bytes = ahead_bytes
         self._host_mesh = host_mesh
@@ -98,15 +100,17 @@ class MountHandler:
         self._procs.append(source_procs)
         procs = self._host_mesh.spawn_procs(name="remotemount")  # they start while the directory is looked at
         self._procs.append(procs)
-        source = source_procs.spawn("source", SourceActor, os.path.abspath(self.sourcepath))
+        source = source_procs.spawn("source", SourceActor, self._source_path)
         self._source = source.flatten("rank").slice(rank=0)
-        version: Version = self._source.scan.call_one().get()
         self._mounts = procs.spawn("mount", MountActor, self._source)
-        path = os.path.abspath(self.mntpoint if self.mntpoint is not None else self.sourcepath)
-        self._mounts.mount.call(self._mounts, path, version.snapshot, self._mode).get()
-        self._mounts.fetch_code.call(self._ahead_bytes).get()
+        version: Version = self._source.scan.call_one().get()
+        mounted = self._mounts.mount.call(self._mounts, self._target_path, version.snapshot, self._mode, self._ahead_bytes)
+        complete = self._mounts.wait_code.call()
+        mounted.get()
+        complete.get()
         if self._mode == "copy":
-            _logger.info("%s is copied to every host, not mounted: changes on a host stay there until a file changes here", path)
+            text = "%s is copied to every host, not mounted: changes on a host stay there until a file changes here"
+            _logger.info(text, self._target_path)
             self._mounts.copy.call().get()
 
     def refresh(self, sourcepath: str | None = None) -> None:
