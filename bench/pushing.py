@@ -7,6 +7,7 @@ Measures (`peer_` before those of another implementation; `four_` are those of f
     open                      seconds until open() returns
     open_to_all_here          seconds until every byte is on every host
     open_to_last_byte         seconds until one reader for each host, which begins when open() returns, has read every file
+    direct_big, direct_small  GiB/s and files/s of a reader of the source itself, and direct_stat: ms of a `stat` of every file there
     *_of_copy                 the same as a multiple of raw_copy in the same round
     big_cold, big_warm        GiB/s of the first and second reader, once all bytes are there
     small_cold, small_warm    files/s of the same
@@ -73,7 +74,12 @@ def client(source: str, point: str, hosts: Sequence[str], prefix: str) -> None:
         for pace in ("cold", "warm"):
             out(name(f"small_{pace}"), statistics.median(_in_parallel(folders.read_small, points)), "files/s")
             out(name(f"big_{pace}"), statistics.median(_in_parallel(folders.read_big, points)), "GiB/s")
+        if not prefix:
+            out("direct_small", folders.read_small(source), "files/s")
+            out("direct_big", folders.read_big(source), "GiB/s")
         _refreshes(mount, source, points, name)
+        if not prefix:
+            out("direct_stat", statistics.median(folders.stat_all(source) for _ in range(NUM_REFRESHES)), "ms")
         began = now()
         mount.close()
         out(name("close"), (now() - began) * 1000, "ms")
@@ -118,7 +124,12 @@ def _refreshes(mount: Any, source: str, points: Sequence[str], name: Callable[[s
         with open(big, "r+b") as file:
             file.write(os.urandom(1 << 20))
 
-    for title, change, times in (("nothing", lambda: None, NUM_REFRESHES), ("edited", edit, NUM_REFRESHES), ("one_of_each", edit_both, 5)):
+    changes: list[tuple[str, Callable[[], object], int]] = [
+        ("nothing", bool, NUM_REFRESHES),
+        ("edited", edit, NUM_REFRESHES),
+        ("one_of_each", edit_both, 5),
+    ]
+    for title, change, times in changes:
         taken = []
         time.sleep(0.3)  # a file that has just changed is looked at again, once
         mount.refresh()

@@ -19,8 +19,11 @@ import stat
 import sys
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import add
 from typing import Any, NamedTuple
 
 import msgspec
@@ -89,6 +92,10 @@ class Columns(NamedTuple):
     def empty(cls) -> Columns:
         return cls([], array("I"), array("I"), array("q"), array("q"), array("q"), array("q"), [], {})
 
+    def of_each(self) -> tuple[array[int], ...]:
+        """What a path is, apart from its name and parent."""
+        return self.kind_of, self.sizes, self.mtimes, self.ctimes, self.offsets
+
 
 class Snapshot:
     """One version of a directory. Immutable. Thread: any."""
@@ -109,26 +116,22 @@ class Snapshot:
             return NotImplemented
         if self.columns is other.columns:
             return True
-        return self.columns[:2] + self.columns[3:7] == other.columns[:2] + other.columns[3:7] and self._rest() == other._rest()
+        if self.columns[:2] + self.columns[3:7] != other.columns[:2] + other.columns[3:7] or self.targets != other.targets:
+            return False
+        return self._kind_list() == other._kind_list()
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _rest(self) -> tuple[list[Kind], dict[int, bytes]]:
-        return [self.kinds[at] for at in self.kind_of], self.targets
+    def _kind_list(self) -> list[Kind]:
+        return list(map(self.kinds.__getitem__, self.kind_of))
 
     @cached_property
     def _children_bounds(self) -> tuple[list[int], list[int]]:
         firsts, ends = [0] * len(self), [0] * len(self)
-        before = -1
-        for row in range(1, len(self)):
-            parent = self.parents[row]
-            if parent != before:
-                firsts[parent] = row
-                if before >= 0:
-                    ends[before] = row
-                before = parent
-        if before >= 0:
-            ends[before] = len(self)
+        end = 1
+        for parent, count in Counter(self.parents[1:]).items():
+            firsts[parent], end = end, end + count
+            ends[parent] = end
         return firsts, ends
 
     def children(self, row: int) -> range:
@@ -170,6 +173,22 @@ class Snapshot:
             and self.targets.get(row) == other.targets.get(other_row)
         )
 
+    def has_same_rows(self, other: Snapshot, other_rows: range, rows: range) -> bool:
+        """Whether these rows are, in all but their numbers, and their parents', those of another version. False in doubt.
+
+        Cost: that of comparing memory.
+        """
+        new, old = slice(rows.start, rows.stop), slice(other_rows.start, other_rows.stop)
+        columns, others = self.columns, other.columns
+        num_kinds = min(len(columns.kinds), len(others.kinds))
+        pairs = zip(columns.of_each(), others.of_each(), strict=True)
+        return (
+            columns.names[new] == others.names[old]
+            and all(ours[new] == theirs[old] for ours, theirs in pairs)
+            and columns.kinds[:num_kinds] == others.kinds[:num_kinds]
+            and (not columns.targets or list(map(columns.targets.get, rows)) == list(map(others.targets.get, other_rows)))
+        )
+
     def find(self, path: str | bytes) -> int | None:
         """The row of a path such as "/a/b"; None: there is none."""
         row: int | None = 0
@@ -189,7 +208,8 @@ class Snapshot:
     @cached_property
     def _files(self) -> tuple[list[int], list[int]]:
         """Offsets of the files that have bytes, in order, and their rows."""
-        pairs = sorted((offset, row) for row, offset in enumerate(self.offsets) if offset >= 0 and self.sizes[row])
+        places = enumerate(zip(self.offsets, self.sizes, strict=True))
+        pairs = sorted([(offset, row) for row, (offset, size) in places if size and offset >= 0])
         return [offset for offset, _ in pairs], [row for _, row in pairs]
 
     def files(self, span: Span | None = None) -> Iterator[tuple[int, Span]]:
@@ -365,24 +385,23 @@ def _check_tree(snapshot: Snapshot, targets: Sequence[bytes]) -> None:
         raise _wrong("the root is no directory")
     directories = [stat.S_ISDIR(kind.mode) for kind in snapshot.kinds]
     links = [stat.S_ISLNK(kind.mode) for kind in snapshot.kinds]
-    seen, before = set[int](), -1
-    for row in range(1, len(names)):
-        parent = parents[row]
-        if parent != before:
-            if parent >= row or parent in seen or not directories[snapshot.kind_of[parent]]:
-                raise _wrong(f"path {row} has no right parent")
-            seen.add(parent)
-            before = parent
+    seen, row = set[int](), 1
+    for parent, run in groupby(parents[1:]):
+        if parent >= row or parent in seen or not directories[snapshot.kind_of[parent]]:
+            raise _wrong(f"path {row} has no right parent")
+        seen.add(parent)
+        row += len(list(run))
     for row in seen:
         children = snapshot.children(row)
         if len(set(names[children.start : children.stop])) != len(children):
             raise _wrong(f"a name is twice in {snapshot.path(row)!r}")
-    rows = [row for row, kind in enumerate(snapshot.kind_of) if links[kind]]
+    rows = [row for row, kind in enumerate(snapshot.kind_of) if links[kind]] if any(links) else []
     if len(rows) != len(targets):
         raise _wrong(f"{len(rows)} symbolic links have {len(targets)} targets")
     snapshot.targets.update(zip(rows, targets, strict=True))
-    for row, kind in enumerate(snapshot.kind_of):
-        if (snapshot.offsets[row] == NOWHERE) is not (directories[kind] or links[kind]):
+    placed = [not (directory or link) for directory, link in zip(directories, links, strict=True)]
+    for row, (kind, offset) in enumerate(zip(snapshot.kind_of, snapshot.offsets, strict=True)):
+        if placed[kind] is (offset == NOWHERE):
             raise _wrong(f"path {row} has no right place for its bytes")
 
 
@@ -391,10 +410,10 @@ def _check_places(snapshot: Snapshot) -> None:
     total = snapshot.total_bytes
     if not 0 <= total <= _MOST_BYTES or min(snapshot.sizes) < 0 or max(snapshot.sizes) > _MOST_BYTES or min(snapshot.offsets) < NOWHERE:
         raise _wrong("a size or an offset is out of range")
-    end = 0
-    for _, span in snapshot.files():
-        if span.offset < end:
-            raise _wrong(f"two files share the byte {span.offset}")
-        end = span.end
-    if end > total:
-        raise _wrong(f"a file ends at {end}, the address space at {total}")
+    offsets, rows = snapshot._files
+    ends = list(map(add, offsets, map(snapshot.sizes.__getitem__, rows)))
+    for end, offset in zip(ends, offsets[1:], strict=False):
+        if offset < end:
+            raise _wrong(f"two files share the byte {offset}")
+    if ends and ends[-1] > total:
+        raise _wrong(f"a file ends at {ends[-1]}, the address space at {total}")

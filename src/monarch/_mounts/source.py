@@ -303,11 +303,11 @@ class Source:
         for span in sorted(old.spans - new.spans):
             lengths.add(span.length)
             found += [(piece, self._digests[piece.offset]) for piece in _pieces(span) if piece.offset in self._digests]
-        for row, span in new.files():
-            if span not in old.spans:
-                path = new.path(row)
-                if old.find(path) is not None or span.length in lengths:
-                    found += self._hash_file(new, row, path, span)
+        for span in sorted(new.spans - old.spans):
+            row = next(row for row, _ in new.files(span))
+            path = new.path(row)
+            if old.find(path) is not None or span.length in lengths:
+                found += self._hash_file(new, row, path, span)
         spans = [span for span, _ in found]
         return Digests(self.algorithm, [span.offset for span in spans], [span.length for span in spans], [value for _, value in found])
 

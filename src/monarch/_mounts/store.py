@@ -102,14 +102,12 @@ class Store:
             ValueError: a new file lies where another one is: the snapshot comes from another source.
         """
         with self._lock:
-            new = []
-            for _, span in snapshot.files():
-                length = self._files.get(span.offset)
-                if length is None:
-                    new.append(span)
-                elif length != span.length:
+            new = sorted(snapshot.spans.difference(self._files.items()))
+            for span in new:
+                if span.offset in self._files:
                     raise _other_source(span)
-                self._errnos.pop(span.offset, None)
+            if self._errnos:
+                self._errnos = {start: error for start, error in self._errnos.items() if (start, self._files[start]) not in snapshot.spans}
             added = segments_of(new)
             merged = sorted([*self._segments, *added], key=lambda segment: segment.start)
             for left, right in itertools.pairwise(merged):

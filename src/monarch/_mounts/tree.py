@@ -200,10 +200,21 @@ class Tree:
         now = self._snapshot
         was, folder.row = folder.row, row
         old_rows, new_rows = before.children(was), now.children(row)
-        old_names, new_names = before.names[old_rows.start : old_rows.stop], now.names[new_rows.start : new_rows.stop]
         attr = now.attr(row)
-        if attr != folder.attr or old_names != new_names:
-            folder.attr = attr
+        changed = attr != folder.attr
+        folder.attr = attr
+        if now.has_same_rows(before, old_rows, new_rows):
+            if changed:
+                found.append(Invalidation(folder.number, b"", folder.number))
+            shift = new_rows.start - old_rows.start
+            for child in folder.children.values():
+                if child.children is not None:
+                    folders.append((child, child.row + shift))
+                else:
+                    child.row += shift
+            return folders
+        old_names, new_names = before.names[old_rows.start : old_rows.stop], now.names[new_rows.start : new_rows.stop]
+        if changed or old_names != new_names:
             found.append(Invalidation(folder.number, b"", folder.number))
         if old_names != new_names:
             found += [Invalidation(folder.number, name, 0) for name in set(new_names).difference(old_names)]
