@@ -60,6 +60,12 @@ def read_small(root: str) -> float:
     return count / (now() - began)
 
 
+def read_all(root: str) -> float:
+    """GiB/s of the large files, after the small ones."""
+    read_small(root)
+    return read_big(root)
+
+
 def stat_all(root: str) -> float:
     """Milliseconds of a `stat` of every file, by names that are listed anew."""
     began = now()

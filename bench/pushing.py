@@ -63,7 +63,7 @@ def client(source: str, point: str, hosts: Sequence[str], prefix: str) -> None:
     name = prefix.__add__
 
     with _opened(remotemount(mesh, source, point), name("open")) as (mount, began):
-        _in_parallel(_read_everything, points)
+        _in_parallel(folders.read_all, points)
         out(name("open_to_last_byte"), now() - began, "s")
         del mount
     with _opened(remotemount(mesh, source, point), "") as (mount, began):
@@ -99,17 +99,12 @@ def _opened(mount: Any, title: str) -> Iterator[tuple[Any, float]]:
 
 
 def _in_parallel(function: Callable[[str], Any], points: Sequence[str]) -> list[Any]:
-    """The function of each mount point, by a process for each."""
+    """A function of `folders` for each mount point, by as many processes."""
     if len(points) == 1:
         return [function(points[0])]
-    code = f"import sys, folders, pushing; print(({function.__module__}.{function.__name__})(sys.argv[1]))"
+    code = f"import sys, folders; print(folders.{function.__name__}(sys.argv[1]))"
     readers = [subprocess.Popen([sys.executable, "-c", code, point], stdout=subprocess.PIPE, text=True) for point in points]
     return [float(reader.communicate(timeout=_ROUND_S)[0]) for reader in readers]
-
-
-def _read_everything(root: str) -> float:
-    folders.read_small(root)
-    return folders.read_big(root)
 
 
 def _refreshes(mount: Any, source: str, points: Sequence[str], name: Callable[[str], str]) -> None:
