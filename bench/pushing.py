@@ -2,7 +2,8 @@
 
 The program that opens, reads, refreshes and closes runs on any implementation of the API; what only ours tells is left out on others.
 
-Measures (`peer_` before those of another implementation; `four_` are those of four hosts at once):
+Measures (`peer_` before those of another implementation; `four_` are those of four hosts at once, `slow_` with links of 1 Gbit/s and an
+eighth of the large files: on one machine, the processors are what all hosts share, and only a slow link shows what a network would):
     raw_copy                  seconds: every file over one socket into tmpfs, by two processes
     open                      seconds until open() returns
     open_to_all_here          seconds until every byte is on every host
@@ -41,6 +42,7 @@ WAIT_S = 60.0
 _ROUND_S = 240.0
 _LINE_WORDS = 3
 NUM_REFRESHES = 20
+_SLOW_LINK = "1gbit"
 
 Add = Callable[[str, float, str], None]
 
@@ -262,7 +264,7 @@ def run_hosts(base: str | None, mib: int, rounds: int, pythons: dict[str, str], 
     sys.path.insert(0, str(ROOT / "tests"))
     from system.hosts import Hosts
 
-    with Hosts(("a", "b", "c", "d")) as rig, _source(base, mib) as source:
+    with Hosts(("a", "b", "c", "d")) as rig, _source(base, mib) as source, _source(base, mib // 8) as small:
         hosts = [Place(host) for host in rig]
         place = Place(rig.client)
         with _receiver(hosts[0]):
@@ -276,8 +278,15 @@ def run_hosts(base: str | None, mib: int, rounds: int, pythons: dict[str, str], 
 
                 run_round(source, place, hosts[:1], pythons, "one_", add_and_note)
                 run_round(source, place, hosts, {"": pythons[""]}, "four_", add_and_note)
-                for name in ("open_to_all_here", "open_to_last_byte"):
-                    add(f"four_{name}_of_one", seconds[f"four_{name}"] / seconds[f"one_{name}"], "x")
+                for host in rig:
+                    host.limit(_SLOW_LINK, burst="1mb")
+                run_round(small, place, hosts[:1], {"": pythons[""]}, "slow_one_", add_and_note)
+                run_round(small, place, hosts, {"": pythons[""]}, "slow_four_", add_and_note)
+                for host in rig:
+                    host.unlimit()
+                for kind in ("", "slow_"):
+                    name = "open_to_all_here"
+                    add(f"{kind}four_{name}_of_one", seconds[f"{kind}four_{name}"] / seconds[f"{kind}one_{name}"], "x")
 
 
 @contextmanager

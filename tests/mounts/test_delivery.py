@@ -77,7 +77,7 @@ class Host:
         return given
 
     def pieces(self, file: Span) -> list[Span]:
-        return [piece for pieces in self.store.pieces(FILES) for piece in pieces if file.offset <= piece.offset < file.end]
+        return [piece for pieces in self.store.pieces([file]) for piece in pieces]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+from collections.abc import Collection
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -53,6 +54,9 @@ class MountActor(Actor):
         self._source = source
         self._path = ""
         self._mode: Mode = "fuse"
+        self._ahead_bytes: int | None = None
+        self._small: list[Span] = []
+        """Pieces of small files that came with the version of now."""
         self._store = Store()
         self._delivery: Delivery | None = None
         self._filesystem: PushedFileSystem | None = None
@@ -78,9 +82,8 @@ class MountActor(Actor):
         self._filesystem = PushedFileSystem(decoded, self._store, opens=passthrough)
         self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
         self._delivery.start()
-        small, big = self._store.pieces(decoded)
-        self._delivery.prefetch(small)
-        self._delivery.prefetch(_within(big, _free_bytes() * _PREFETCH_SHARE if ahead_bytes is None else ahead_bytes))
+        self._ahead_bytes = ahead_bytes
+        self._fetch(self._delivery, decoded.spans)
         if mode == "fuse":
             self._mount(self._filesystem, passthrough=passthrough)
         return self._path
@@ -89,6 +92,12 @@ class MountActor(Actor):
         before = upstream_of(rank)
         found = [] if before is None else [mesh.flatten("rank").slice(rank=before)]
         return [each.piece.call_one for each in (*found, self._source)]
+
+    def _fetch(self, delivery: Delivery, files: Collection[Span]) -> None:
+        """Begin to fetch files that are new: the small ones, and then as much as there is room for of the big ones."""
+        self._small, big = self._store.pieces(sorted(files))
+        delivery.prefetch(self._small)
+        delivery.prefetch(_within(big, _free_bytes() * _PREFETCH_SHARE if self._ahead_bytes is None else self._ahead_bytes))
 
     def _mount(self, filesystem: PushedFileSystem, *, passthrough: bool) -> None:
         problem = mounting.fuse_problem()
@@ -103,12 +112,11 @@ class MountActor(Actor):
 
     @endpoint(explicit_response_port=True)
     def wait_code(self, port: Port[None]) -> None:
-        """Answered when all small files of the version of now are here."""
-        filesystem, delivery = self._filesystem, self._delivery
-        if filesystem is None or delivery is None:  # it was not mounted, and that was told
+        """Answered when all small files that are new in the version of now are here."""
+        if self._delivery is None:  # it could not be mounted, and that was told
             port.send(None)
         else:
-            delivery.prefetch(self._store.pieces(filesystem.snapshot)[0], lambda: port.send(None))
+            self._delivery.prefetch(self._small, lambda: port.send(None))
 
     @endpoint
     def copy(self) -> int:
@@ -121,9 +129,11 @@ class MountActor(Actor):
     @endpoint
     def refresh(self, snapshot: bytes, digests: Digests) -> None:
         """Show another version, all of it at once."""
-        filesystem = self._filesystem
-        assert filesystem is not None
-        gone = filesystem.refresh(Snapshot.decode(snapshot), digests)
+        filesystem, delivery = self._filesystem, self._delivery
+        assert filesystem is not None and delivery is not None
+        before, now = filesystem.snapshot, Snapshot.decode(snapshot)
+        gone = filesystem.refresh(now, digests)
+        self._fetch(delivery, now.spans - before.spans)
         server = self._server
         if server is not None:
             for parent, name, node in gone:

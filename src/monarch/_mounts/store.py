@@ -301,12 +301,12 @@ class Store:
                 parts += [(low, segment.view(low, high)) for low, high in segment.present.within(start, stop)]
             return parts, [(max(low, offset), min(high, end) - max(low, offset)) for low, high in sorted(lost)]
 
-    def pieces(self, snapshot: Snapshot) -> tuple[list[Span], list[Span]]:
-        """The pieces of a version: those with small files, and those of big ones, each in the order of their addresses."""
+    def pieces(self, files: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+        """The pieces of these files: those with small files, and those of big ones, each in the order of the files."""
         with self._lock:
             small: dict[int, Span] = {}
             big: dict[int, Span] = {}
-            for _, span in snapshot.files():
+            for span in files:
                 for segment, start, end in self._parts(span.offset, span.end):
                     into = big if segment.is_big else small
                     into.update((piece.offset, piece) for piece in segment.pieces(start, end))

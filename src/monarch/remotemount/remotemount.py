@@ -116,7 +116,8 @@ class MountHandler:
     def refresh(self, sourcepath: str | None = None) -> None:
         """Make what has changed at the source be seen on every host: each file whole, all of them at once.
 
-        Files that are open there go on in the version that they were opened in.
+        Returns when what has changed in files below 1 MiB is on every host; the others follow, as after `open`. Files that are open
+        there go on in the version that they were opened in.
 
         Args:
             sourcepath: ignored.
@@ -131,7 +132,10 @@ class MountHandler:
         version: Version | None = self._source.scan.call_one().get()
         if version is None:
             return
-        self._mounts.refresh.call(version.snapshot, version.digests).get()
+        shown = self._mounts.refresh.call(version.snapshot, version.digests)
+        complete = self._mounts.wait_code.call()
+        shown.get()
+        complete.get()
         if self._mode == "copy":
             self._mounts.copy.call().get()
 
