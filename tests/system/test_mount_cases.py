@@ -24,6 +24,14 @@ NUM_VERSIONS = 21
 pytestmark = pytest.mark.skipif(bool(mounting.fuse_problem()), reason=f"no FUSE here: {mounting.fuse_problem()}")
 
 
+BYTES = os.urandom(BIG_BYTES)
+
+
+def version_of_big(number: int) -> bytes:
+    """Other bytes at every place."""
+    return BYTES[number * 4099 :] + BYTES[: number * 4099]
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     root = tmp_path / "source"
@@ -31,7 +39,7 @@ def source(tmp_path: Path) -> Path:
     (root / "module.py").write_text("value = 0\n")
     (root / "module.py").chmod(0o640)
     (root / "link.py").symlink_to("module.py")
-    (root / "big").write_bytes(os.urandom(BIG_BYTES))
+    (root / "big").write_bytes(version_of_big(0))
     return root
 
 
@@ -82,7 +90,7 @@ def test_c41_a_refresh_shows_whole_versions_only_while_readers_go_on(source: Pat
     try:
         assert reader.stdout is not None and reader.stdout.readline() == b"reading\n"
         for version in range(1, NUM_VERSIONS):
-            replace(source / "big", os.urandom(BIG_BYTES), by_rename=bool(version % 2))
+            replace(source / "big", version_of_big(version), by_rename=bool(version % 2))
             known.append(digest(source / "big"))
             mount.refresh()
             assert digest(there / "big") == known[-1], "the next open sees the version of the refresh"

@@ -79,7 +79,7 @@ class MountActor(Actor):
         self._mode = mode
         decoded = Snapshot.decode(snapshot)
         passthrough = mode == "fuse" and os.geteuid() == 0 and _is_mostly_big(decoded)
-        self._filesystem = PushedFileSystem(decoded, self._store, opens=passthrough)
+        self._filesystem = PushedFileSystem(decoded, self._store)
         self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
         self._delivery.start()
         self._ahead_bytes = ahead_bytes

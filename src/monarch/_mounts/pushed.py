@@ -14,24 +14,23 @@ from collections.abc import Sequence
 
 from monarch._mounts.filesystem import PUSHED, Attr, Entry, Later, Opened
 from monarch._mounts.hashing import Digests
+from monarch._mounts.index import BIG_FILE_THRESHOLD
 from monarch._mounts.keeping import keep
 from monarch._mounts.ranges import Span
 from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.store import Store
 from monarch._mounts.tree import Invalidation, Tree
 
+_SMALL = Opened(0, None, keep_cache=True)
+
 
 class PushedFileSystem:
     """A `FileSystem` over one version after the other of a directory. Thread: any."""
 
-    def __init__(self, snapshot: Snapshot, store: Store, *, opens: bool = False) -> None:
-        """Show `snapshot`.
-
-        Args:
-            opens: files are opened one by one, which lets the kernel read big ones itself where it may.
-        """
+    def __init__(self, snapshot: Snapshot, store: Store) -> None:
+        """Show `snapshot`."""
         store.extend(snapshot)
-        self.habits = PUSHED._replace(forgets=True, opens=opens)
+        self.habits = PUSHED._replace(forgets=True)
         self._store = store
         self._tree = Tree(snapshot, gone=store.drop, knows=lambda node: self.knows(node))
         self._lock = threading.Lock()
@@ -86,10 +85,12 @@ class PushedFileSystem:
         return self._tree.target(node)
 
     def open(self, node: int, later: Later) -> Opened | int:
-        """Open a file for reading."""
+        """Open a file for reading. Only big ones are told apart by handles: of others there is nothing to keep."""
         file = self._tree.file(node)
         if isinstance(file, int):
             return file
+        if file.length < BIG_FILE_THRESHOLD:
+            return _SMALL
         with self._lock:
             num_handles, fd = self._ways.get(node, (0, None))
             if not num_handles:
@@ -101,6 +102,8 @@ class PushedFileSystem:
 
     def release(self, handle: int) -> None:
         """A file is no longer open."""
+        if not handle:
+            return
         with self._lock:
             node = self._handles.pop(handle, None)
             if node is not None:
