@@ -176,6 +176,17 @@ def test_opening_and_closing_follow_each_other(source: Path, tmp_path: Path) -> 
         assert os.listdir(tmp_path / "mount") == []
 
 
+def test_close_waits_for_readers_and_says_who_they_are(mount: MountHandler, source: Path, tmp_path: Path) -> None:
+    said = rf"(?s)still mounted on some hosts.*close\(\) it again.*this host: busy: pid {os.getpid()}: "
+    with open(tmp_path / "mount/pkg/m1.py", "rb") as file:
+        with pytest.raises(RuntimeError, match=said):
+            mount.close(deadline=0.2)
+        assert file.read() == (source / "pkg/m1.py").read_bytes() and cat(tmp_path / "mount/pkg/m2.py").returncode == 0
+        reader = subprocess.Popen(["sleep", "0.5"], cwd=tmp_path / "mount")
+    mount.close()
+    assert reader.wait() == 0 and os.listdir(tmp_path / "mount") == []
+
+
 def test_what_can_not_be_mounted_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path / "file", "x")
     for place, text in ((tmp_path / "nowhere", "No such file"), (tmp_path / "file", "no directory")):

@@ -21,6 +21,7 @@ from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, upstre
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.hashing import Digests
 from monarch._mounts.index import BIG_FILE_THRESHOLD
+from monarch._mounts.mount_users import users_of
 from monarch._mounts.pushed import PushedFileSystem
 from monarch._mounts.ranges import Span
 from monarch._mounts.snapshot import Snapshot
@@ -155,11 +156,13 @@ class MountActor(Actor):
 
     @endpoint
     def unmount(self) -> tuple[str, str]:
-        """End the mount: one of "ok", "not_mounted", "busy" and "error", and what the system said."""
+        """End the mount: one of "ok", "not_mounted", "busy" and "error", and what uses it, or what the system said."""
         outcome: tuple[str, str] = ("not_mounted", "")
         if self._server is not None:
             outcome = mounting.unmount(self._path)
-            if outcome[0] in ("busy", "error"):
+            if outcome[0] == "busy":
+                return "busy", "; ".join(users_of(self._path)) or outcome[1]
+            if outcome[0] == "error":
                 return outcome
             notes.forget(self._path)
             self._server.stop()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 from monarch._base.errors import explain
@@ -34,6 +35,8 @@ __all__ = [
 ]
 _logger = logging.getLogger("monarch.mounts")
 _STOP_S = 20.0
+_CLOSE_S = 20.0
+_RETRY_S = 0.1
 
 
 def remotemount(
@@ -139,25 +142,40 @@ class MountHandler:
         if self._mode == "copy":
             self._mounts.copy.call().get()
 
-    def close(self) -> None:
-        """Take the directory away again. No-op when it is not open.
+    def close(self, *, deadline: float | None = None) -> None:
+        """Take the directory away again, and end the processes that serve it. No-op when it is not open.
+
+        Args:
+            deadline: seconds for which it is tried while somebody uses the directory; None: 20.
 
         Raises:
-            RuntimeError: with the hosts where it is still mounted, because somebody uses it.
+            RuntimeError: it is still used, with the hosts where, and by whom; there it stays as it is, and may be closed later.
         """
         if self._mounts is None:
             self._stop()
             return
-        failed = []
+        until_s = time.monotonic() + (_CLOSE_S if deadline is None else deadline)
         try:
-            for point, (status, detail) in self._mounts.unmount.call().get().items():
-                if status not in ("ok", "not_mounted"):
-                    failed.append(f"{dict(point)}: {status}: {detail}")
-        finally:
+            while failed := self._unmounted():
+                if time.monotonic() >= until_s:
+                    break
+                time.sleep(_RETRY_S)  # nobody tells when the last file is closed
+        except BaseException:
             self._stop()
+            raise
         if failed:
-            what = "the directory is still mounted on some hosts"
-            raise RuntimeError(explain(what, next="end what uses it there", detail="\n".join(failed)))
+            next = "end what uses it there, and close() it again"
+            raise RuntimeError(explain("the directory is still mounted on some hosts", next=next, detail="\n".join(failed)))
+        self._stop()
+
+    def _unmounted(self) -> list[str]:
+        """Unmount on every host; where that could not be, and why."""
+        failed = []
+        for point, (status, detail) in self._mounts.unmount.call().get().items():
+            if status not in ("ok", "not_mounted"):
+                where = ", ".join(f"{dim} {at}" for dim, at in dict(point).items()) or "this host"
+                failed.append(f"{where}: {status}: {detail}")
+        return failed
 
     def statistics(self) -> list[MountStatistics]:
         """What each host has and has done, in the order of ranks.
