@@ -25,13 +25,15 @@ class Upstream:
 
     def __init__(self) -> None:
         self.asked: list[Span] = []
+        self.called = threading.Semaphore(0)
         self.pending: dict[Span, Future] = {}
 
     def __call__(self, offset: int, length: int) -> Future:
         span = Span(offset, length)
         self.asked.append(span)
-        self.pending[span] = Future._new()
-        return self.pending[span]
+        future = self.pending[span] = Future._new()
+        self.called.release()
+        return future
 
     def give(self, span: Span, *, lost=(), only=None) -> None:
         part = only or span
@@ -49,11 +51,11 @@ class Upstream:
 class Host:
     """A store and its delivery, with a host before it and the source."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: float) -> None:
         self.before, self.source = Upstream(), Upstream()
         self.store = Store()
         self.store.extend(FILES)
-        self.delivery = Delivery(self.store, [self.before, self.source])
+        self.delivery = Delivery(self.store, [self.before, self.source], **options)
         self.delivery.start()
 
     def settle(self) -> None:
@@ -176,6 +178,24 @@ def test_when_the_last_upstream_ends_everybody_hears_of_it(host):
     host.settle()
     host.settle()
     assert told.is_set() and reader.value == errno.EIO and guests == [Piece([], [SMALL])]
+
+
+def test_an_upstream_that_says_nothing_is_not_waited_for_and_comes_back_when_it_does():
+    host = Host(stall_s=0.05)
+    reader = host.read(HUGE, 10 * MIB, 10)
+    [span] = host.before.asked
+    assert host.source.called.acquire(timeout=WAIT_S) and host.source.asked == [span]
+    host.source.give(span)
+    host.settle()
+    assert reader.value == bytes([span.offset % 251]) * 10
+    host.read(HUGE, 20 * MIB, 10)
+    assert len(host.source.asked) == 2 and host.before.asked == [span], "it is not asked while it hangs"
+    host.before.give(span)
+    host.settle()
+    host.read(HUGE, 30 * MIB, 10)
+    assert len(host.before.asked) == 2
+    host.delivery.close()
+    host.store.close()
 
 
 def test_what_an_upstream_does_not_know_is_asked_of_the_next(host):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from monarch._mounts import mounting
+from monarch._mounts.mount_actor import Mode
 from monarch.actor import this_host
 from monarch.remotemount import remotemount
 from system.script import run_script
@@ -126,6 +127,14 @@ def test_c43_a_mount_point_that_is_a_file_is_refused_in_words(source: Path, tmp_
     with pytest.raises(Exception, match="file"):
         mount.open()
     assert (tmp_path / "file").read_text() == "stays"
+
+
+@pytest.mark.parametrize(("mode", "where"), [("fuse", "."), ("fuse", ".."), ("copy", "."), ("copy", "inner")])
+def test_c43_a_directory_is_not_shown_over_itself(source: Path, mode: Mode, where: str) -> None:
+    mount = remotemount(this_host(), str(source), str(source / where), mode=mode)
+    with pytest.raises(Exception, match=r"(?s)can't be shown at .*pass another mount point"):
+        mount.open()
+    assert sorted(os.listdir(source)) == ["big", "link.py", "module.py"]
 
 
 def test_c43_relative_paths_are_those_of_the_call(source: Path, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:

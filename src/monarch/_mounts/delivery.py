@@ -10,8 +10,8 @@ asks the source.
 Rules of this file:
     1. What a reader waits for goes first, and never behind more than the bytes that are on their way already. Next comes what he is about
        to read.
-    2. Every request ends: with bytes, with the ranges that are lost (the file has changed at the source), or with the next upstream.
-       When the last one has ended, whoever waits gets EIO.
+    2. Every request ends: with bytes, with the ranges that are lost (the file has changed at the source), or with the next upstream,
+       which is also asked when one has said nothing for `STALL_S`. When the last one has ended, whoever waits gets EIO.
     3. It knows no actors: an upstream is a function that returns a future.
 
 Read next: `store.py`, which it fills; `mount_actor.py`, which runs it; docs/design/mounts.md.
@@ -23,6 +23,7 @@ import errno
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -40,6 +41,8 @@ AHEAD_BYTES = 16 << 20
 """So much may be on its way without anybody waiting for it."""
 RUN_BYTES = 4 << 20
 """Most that is asked for at once then: the more, the less a byte costs, and the longer a reader waits behind it."""
+STALL_S = 10.0
+"""A host that is asked and gives nothing for so long is not asked any more until it does: it hangs, or its network does."""
 CHAIN = 16
 """Hosts in a row. The heads of the rows form a row of their own."""
 
@@ -98,6 +101,27 @@ class _Request(NamedTuple):
         return Span(first.offset, last.end - first.offset)
 
 
+class _Way:
+    """An upstream, and how it does."""
+
+    def __init__(self, ask: Upstream) -> None:
+        self.ask = ask
+        self.heard_s = 0.0
+        """When it last answered, by the monotonic clock."""
+        self.is_stalled = False
+
+
+class _Asked:
+    """A request on its way."""
+
+    def __init__(self, request: _Request, way: _Way) -> None:
+        self.request = request
+        self.way = way
+        self.since_s = time.monotonic()
+        self.is_given_up = False
+        """Another upstream was asked as well."""
+
+
 class _Guest(NamedTuple):
     """Who of downstream waits for a range."""
 
@@ -108,12 +132,14 @@ class _Guest(NamedTuple):
 class Delivery:
     """Fills one store. Thread: one of its own, which moves the bytes; methods: any."""
 
-    def __init__(self, store: Store, upstreams: Sequence[Upstream]) -> None:
+    def __init__(self, store: Store, upstreams: Sequence[Upstream], *, stall_s: float = STALL_S) -> None:
         """Args:
         upstreams: in the order in which they are asked; the last is the source.
         """
         self._store = store
-        self._upstreams = list(upstreams)
+        self._ways = [_Way(each) for each in upstreams]
+        self._stall_s = stall_s
+        self._asked: dict[_Asked, None] = {}
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: set[int] = set()
         """Pieces that were asked for, by address."""
@@ -166,9 +192,19 @@ class Delivery:
     # --- on the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
+        look_s = 0.0
+        while True:
+            try:
+                event = self._events.get(timeout=self._stall_s / 4 if self._asked else None)
+            except queue.Empty:
+                event = self._look
+            if event is None:
+                break
             try:
                 event()
+                if self._asked and look_s + self._stall_s / 4 < time.monotonic():
+                    look_s = time.monotonic()
+                    self._look()
             except Exception:
                 _logger.exception("a piece was not delivered")
         for guests in self._guests.values():
@@ -197,9 +233,9 @@ class Delivery:
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._background and (self._bytes_ahead < AHEAD_BYTES or not self._upstreams):
+        while self._background and (self._bytes_ahead < AHEAD_BYTES or not self._ways):
             pieces = self._next_run()
-            if not self._upstreams:
+            if not self._ways:
                 self._count_off(pieces)
             elif pieces:
                 self._send(_Request(tuple(pieces), is_ahead=True))
@@ -237,28 +273,48 @@ class Delivery:
         self._ask_upstream(request, 0)
 
     def _ask_upstream(self, request: _Request, at: int) -> None:
+        while at + 1 < len(self._ways) and self._ways[at].is_stalled:
+            at += 1
         span = request.span
-        if at >= len(self._upstreams):
+        if at >= len(self._ways):
             for gap in self._store.missing(*span):
                 self._store.failed_at(*gap, errno.EIO, version=self._store.version)
             self._events.put(partial(self._finish, request))
             return
-        upstream, version = self._upstreams[at], self._store.version
+        asked, version = _Asked(request, self._ways[at]), self._store.version
+        self._asked[asked] = None
         try:
-            future = upstream(*span)
+            future = asked.way.ask(*span)
         except Exception as exc:
             future = Future._failed(exc)
-        future._when_done(lambda: self._events.put(partial(self._take, request, upstream, future, version)))
+        future._when_done(lambda: self._events.put(partial(self._take, asked, future, version)))
 
-    def _take(self, request: _Request, upstream: Upstream, future: Future[Piece], version: int) -> None:
-        error = future.exception(0.0)
-        at = self._upstreams.index(upstream) if upstream in self._upstreams else -1
+    def _look(self) -> None:
+        """Ask the next upstream for what has been waited for too long."""
+        now_s = time.monotonic()
+        for asked in list(self._asked):
+            way = asked.way
+            if not asked.is_given_up and way is not self._ways[-1] and max(asked.since_s, way.heard_s) + self._stall_s < now_s:
+                if not way.is_stalled:
+                    _logger.warning("the host before this one does not answer: the source is asked for a pushed directory")
+                way.is_stalled = asked.is_given_up = True
+                self._ask_upstream(asked.request, self._ways.index(way) + 1 if way in self._ways else 0)
+
+    def _take(self, asked: _Asked, future: Future[Piece], version: int) -> None:
+        request, way, error = asked.request, asked.way, future.exception(0.0)
+        self._asked.pop(asked, None)
+        at = self._ways.index(way) if way in self._ways else -1
         if error is not None:
             if at >= 0:
                 self._say(error, at)
                 self._num_lost += 1
-                del self._upstreams[at]
-            self._ask_upstream(request, max(at, 0))
+                del self._ways[at]
+            if not asked.is_given_up:
+                self._ask_upstream(request, max(at, 0))
+            return
+        way.heard_s, way.is_stalled = time.monotonic(), False
+        if asked.is_given_up:  # late, but right
+            self._store_piece(future.get(0.0), version)
             return
         try:
             self._store_piece(future.get(0.0), version)
@@ -312,5 +368,5 @@ class Delivery:
     def _say(self, error: BaseException, at: int) -> None:
         if type(error) not in self._said:
             self._said.add(type(error))
-            what = "its source" if at == len(self._upstreams) - 1 else "the host before this one"
+            what = "its source" if at == len(self._ways) - 1 else "the host before this one"
             _logger.warning("a pushed directory can't be had from %s any more: %s", what, error)

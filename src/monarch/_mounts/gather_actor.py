@@ -22,7 +22,7 @@ from typing import Any
 from monarch._base.errors import explain
 from monarch._mounts import mounting, notes
 from monarch._mounts.fuse_server import FuseServer
-from monarch._mounts.gather_source import GatherSourceActor, Whereabouts, key_of, machine
+from monarch._mounts.gather_source import GatherSourceActor, Whereabouts, key_of
 from monarch._mounts.gathered import GatheredFileSystem, GatherStatistics, Remote
 from monarch._mounts.mount_users import users_of
 from monarch._runtime.future import Future
@@ -192,7 +192,7 @@ def _nesting(where: Whereabouts, local: str) -> str:
     parent, name = os.path.split(local)
     path = os.path.join(os.path.realpath(parent), name)
     ours, theirs = path.rstrip("/") + "/", where.path.rstrip("/") + "/"
-    if not (ours.startswith(theirs) or theirs.startswith(ours)) or where.machine != machine():
+    if not (ours.startswith(theirs) or theirs.startswith(ours)) or where.machine != mounting.machine():
         return ""
     what = f"{local!r} can't show {where.path!r}: on this machine one of them is in the other"
     return explain(what, next="mount it beside the folder")

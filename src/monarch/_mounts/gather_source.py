@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from monarch._base.errors import explain
+from monarch._mounts import mounting
 from monarch._mounts.folder import Folder, Found, Got, Listed, Want, kind_of_root
 from monarch._mounts.watches import Change, Watches, What
 from monarch.actor import Actor, Port, context, endpoint
@@ -63,7 +64,7 @@ class GatherSourceActor(Actor):
             what = f"{os.fsdecode(self._path)!r} can't be gathered: {os.strerror(wrong)}"
             next = "name the directory that it is in" if wrong == errno.ENOTDIR else "let the user of the workers read it"
             problem = explain(what, where=key_of(context().actor_instance.rank), next=next)
-        return Whereabouts(os.fsdecode(os.path.realpath(self._path)), machine(), problem)
+        return Whereabouts(os.fsdecode(os.path.realpath(self._path)), mounting.machine(), problem)
 
     @endpoint
     def stat(self, path: bytes, keep: bool) -> Found | int:
@@ -141,12 +142,3 @@ class _News:
 def key_of(rank: Mapping[str, int]) -> str:
     """The coordinates of a host, such as `hosts_0_gpus_1`; "" for a mesh without dimensions."""
     return "_".join(f"{dim}_{at}" for dim, at in rank.items())
-
-
-def machine() -> str:
-    """What processes have in common that see the same mounts."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/mnt')}"
-    except OSError:
-        return ""

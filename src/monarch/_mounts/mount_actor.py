@@ -64,19 +64,27 @@ class MountActor(Actor):
         self._server: FuseServer | None = None
 
     @endpoint
-    def mount(self, mesh: ActorMesh[MountActor], path: str, snapshot: bytes, mode: Mode, ahead_bytes: int | None) -> str:
+    def mount(
+        self, mesh: ActorMesh[MountActor], path: str, snapshot: bytes, mode: Mode, ahead_bytes: int | None, origin: tuple[str, str]
+    ) -> str:
         """Show the directory at `path`; the small files come by themselves, and then the big ones.
 
         Args:
             mesh: the same actor on all hosts.
             path: `$SUBDIR` stands for the coordinates of this host.
             ahead_bytes: at most so much of the big files before somebody reads them; None: a share of the memory that is free.
+            origin: path of the directory that is shown, and the machine that it is on.
 
         Returns:
             The path on this host.
+
+        Raises:
+            RuntimeError: there is no FUSE here, or the directory would be shown over itself.
+            OSError: the mount point can't be made.
         """
         rank = context().actor_instance.rank
         self._path = path.replace(SUBDIR, "_".join(f"{dim}_{at}" for dim, at in rank.items()))
+        _check_nesting(self._path, *origin, mode)
         self._mode = mode
         decoded = Snapshot.decode(snapshot)
         passthrough = mode == "fuse" and os.geteuid() == 0 and _is_mostly_big(decoded)
@@ -195,6 +203,15 @@ class MountActor(Actor):
 
 def _send(port: Port[Piece], piece: Piece) -> None:
     port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost))  # type: ignore[misc]
+
+
+def _check_nesting(path: str, source: str, machine: str, mode: Mode) -> None:
+    """Who reads below the mount would be answered by who reads below the mount."""
+    parent, name = os.path.split(path)  # what is mounted there already is not looked at, it may hang
+    ours, theirs = os.path.join(os.path.realpath(parent), name).rstrip("/") + "/", source.rstrip("/") + "/"
+    if machine == mounting.machine() and (theirs.startswith(ours) or (mode == "copy" and ours.startswith(theirs))):
+        what = f"{source!r} can't be shown at {path!r}: on this machine that is itself, or one is in the other"
+        raise RuntimeError(explain(what, next="pass another mount point, one for each host of this machine: mntpoint='/tmp/there/$SUBDIR'"))
 
 
 def _is_mostly_big(snapshot: Snapshot) -> bool:

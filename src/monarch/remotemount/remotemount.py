@@ -19,7 +19,7 @@ from typing import Any
 from monarch._base.errors import explain
 from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE, build_index, code_blocks, materialise_block
 from monarch._mounts.mount_actor import Mode, MountActor, MountStatistics
-from monarch._mounts.mounting import prepare_mount_point
+from monarch._mounts.mounting import machine, prepare_mount_point
 from monarch._mounts.source_actor import SourceActor, Version
 from monarch.actor import HostMesh, ProcMesh, this_host
 
@@ -87,7 +87,7 @@ class MountHandler:
             via_gateway: accepted; the way to hosts behind a gateway is found without it.
 
         Raises:
-            RuntimeError: it is open; or a host has no FUSE.
+            RuntimeError: it is open; or a host has no FUSE; or the directory would be shown over itself, on this machine.
             OSError: the source is no directory, or can't be read.
         """
         if self._procs:
@@ -107,7 +107,8 @@ class MountHandler:
         self._source = source.flatten("rank").slice(rank=0)
         self._mounts = procs.spawn("mount", MountActor, self._source)
         version: Version = self._source.scan.call_one().get()
-        mounted = self._mounts.mount.call(self._mounts, self._target_path, version.snapshot, self._mode, self._ahead_bytes)
+        origin = os.path.realpath(self._source_path), machine()
+        mounted = self._mounts.mount.call(self._mounts, self._target_path, version.snapshot, self._mode, self._ahead_bytes, origin)
         complete = self._mounts.wait_code.call()
         mounted.get()
         complete.get()
