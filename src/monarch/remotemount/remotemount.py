@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from monarch._base.errors import explain
@@ -21,7 +23,7 @@ from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE, build_index, c
 from monarch._mounts.mount_actor import Mode, MountActor, MountStatistics
 from monarch._mounts.mounting import machine, prepare_mount_point
 from monarch._mounts.source_actor import SourceActor, Version
-from monarch.actor import HostMesh, ProcMesh, this_host
+from monarch.actor import Future, HostMesh, ProcMesh, this_host
 
 __all__ = [
     "BIG_FILE_THRESHOLD",
@@ -128,6 +130,7 @@ class MountHandler:
 
         Raises:
             RuntimeError: it is not open.
+            SupervisionError: a host has ended; the others show the new version.
 
         Cost: a look at every file; what has not changed does not move.
         """
@@ -136,12 +139,11 @@ class MountHandler:
         version: Version | None = self._source.scan.call_one().get()
         if version is None:
             return
-        shown = self._mounts.refresh.call(version.snapshot, version.digests)
-        complete = self._mounts.wait_code.call()
-        shown.get()
-        complete.get()
+        shown = self._mounts.refresh.stream(version.snapshot, version.digests)
+        complete = self._mounts.wait_code.stream()
+        _wait_all(shown, complete)
         if self._mode == "copy":
-            self._mounts.copy.call().get()
+            _wait_all(self._mounts.copy.stream())
 
     def close(self, *, deadline: float | None = None) -> None:
         """Take the directory away again, and end the processes that serve it. No-op when it is not open.
@@ -193,3 +195,15 @@ class MountHandler:
         self._mounts = self._source = None
         for mesh in reversed(procs):
             mesh.stop().get(timeout=_STOP_S)
+
+
+def _wait_all(*answers: Iterator[Future[Any]]) -> None:
+    """Wait until every host has answered or ended; then raise the first error."""
+    errors = []
+    for future in chain(*answers):
+        try:
+            future.get()
+        except Exception as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
