@@ -43,3 +43,22 @@ def test_the_last_view_unmaps(keep_fd):
     assert memfds() == before + 1 and bytes(part[:3]) == b"abc"
     del part
     assert memfds() == before
+
+
+@pytest.mark.parametrize("keep_fd", [True, False])
+def test_a_writer_writes_its_range_also_when_the_memory_is_closed_meanwhile(keep_fd):
+    memory = Memory(MIB, keep_fd=keep_fd)
+    view, writer = memory.view, memory.writer(1000, 1003)
+    memory.close()
+    writer.write(memoryview(b"abc"))
+    writer.close()
+    writer.close()
+    assert bytes(view[999:1004]) == b"\0abc\0"
+
+
+def test_an_unused_writer_leaves_no_descriptor():
+    memory = Memory(MIB, keep_fd=True)
+    before = len(os.listdir("/proc/self/fd"))
+    memory.writer(0, 10).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    memory.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE, build_index
 from monarch._mounts.ranges import Span
-from monarch._mounts.snapshot import NOWHERE, Snapshot, SnapshotError
+from monarch._mounts.snapshot import NOWHERE, Columns, Kind, Snapshot, SnapshotError, Status, add_row
 from mounts.world import DIRECTORY, FILE, LINK, made
 
 
@@ -165,3 +165,34 @@ def test_offsets_beyond_32_bits_are_kept():
     size = 5 << 40
     snapshot = Snapshot.decode(made((0, b"a", FILE, size, BLOCK_SIZE), total=size + BLOCK_SIZE).encode())
     assert snapshot.span(1) == Span(BLOCK_SIZE, size) and snapshot.total_bytes == size + BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ("nothing", True), ("elsewhere", True), ("new kinds elsewhere", True), ("other order of kinds", False),
+        ("name", False), ("size", False), ("target", False),
+    ],
+)  # fmt: skip
+def test_rows_of_two_versions_are_compared_wherever_they_are(change, same):
+    def version(*, before=0, name=b"f", size=5, target=b"t", kinds=()):
+        columns, known = Columns.empty(), {}
+        for kind in kinds:
+            known[kind] = len(columns.kinds)
+            columns.kinds.append(kind)
+        file, link = Kind(0o100644, 1, 5, 6), Kind(0o120777, 1, 5, 6)
+        add_row(columns, known, b"", 0, Status(Kind(0o40755, 1, 5, 6), 0, 7, 8), NOWHERE)
+        for at in range(before):
+            add_row(columns, known, b"before%d" % at, 0, Status(file, 0, 7, 8), 100)
+        add_row(columns, known, name, 0, Status(file, size, 7, 8), 100)
+        row = add_row(columns, known, b"l", 0, Status(link, 1, 7, 8), NOWHERE)
+        columns.targets[row] = target
+        return Snapshot(columns, 1000), range(row - 1, row + 1)
+
+    old, old_rows = version()
+    other = {
+        "nothing": {}, "elsewhere": {"before": 3}, "new kinds elsewhere": {"kinds": old.kinds}, "name": {"name": b"g"}, "size": {"size": 6},
+        "other order of kinds": {"kinds": old.kinds[::-1]}, "target": {"target": b"u"},
+    }[change]  # fmt: skip
+    new, new_rows = version(**other)
+    assert new.has_same_rows(old, old_rows, new_rows) is same

@@ -78,6 +78,37 @@ def test_an_equal_version_forgets_nothing(tree, gone):
     assert tree.apply(changed()) == [] and gone == []
 
 
+def forest(*, added=(), b_at=20, folder_size=4096):
+    """Folders a and d; d has a file b and a folder deep with a file c. More files in a move the rows of all behind them."""
+    d, deep = 2, 3 + len(added) + 2
+    return made(
+        (0, b"a", DIRECTORY, 4096, NOWHERE),
+        (0, b"d", DIRECTORY, folder_size, NOWHERE),
+        (1, b"a", FILE, 10, 0),
+        *((1, name, FILE, 10, 1000 + 10 * at) for at, name in enumerate(added)),
+        (d, b"b", FILE, 10, b_at),
+        (d, b"deep", DIRECTORY, 4096, NOWHERE),
+        (deep, b"c", FILE, 10, 40),
+        total=10_000,
+    )
+
+
+def test_an_unchanged_folder_whose_rows_have_moved_is_what_it_was(gone):
+    tree = SeenTree(forest(), gone=gone.extend)
+    a, d = (tree.lookup(ROOT, name).node for name in (b"a", b"d"))
+    b, deep = (tree.lookup(d, name).node for name in (b"b", b"deep"))
+    c = tree.lookup(deep, b"c").node
+    assert Invalidation(a, b"new", 0) in tree.apply(forest(added=[b"new", b"newer"]))
+    assert [tree.lookup(d, name).node for name in (b"b", b"deep")] == [b, deep] and tree.lookup(deep, b"c").node == c
+    assert [name for name, _ in tree.children(d)] == [b"b", b"deep"] and [name for name, _ in tree.children(deep)] == [b"c"]
+
+    assert tree.apply(forest(added=[b"new", b"newer"], folder_size=8192)) == [Invalidation(d, b"", d)]
+    assert tree.attr(d).size == 8192
+    assert Invalidation(d, b"b", b) in tree.apply(forest(b_at=60, folder_size=8192, added=[b"new", b"newer", b"newest"]))
+    assert tree.lookup(d, b"b").node != b and tree.file(b) == Span(20, 10)
+    assert tree.lookup(deep, b"c").node == c and tree.file(c) == Span(40, 10) and gone == []
+
+
 def test_a_changed_file_gets_a_new_node_and_the_old_one_is_as_it_was(tree, gone):
     code = tree.lookup(ROOT, b"code").node
     old = tree.lookup(code, b"a.py").node

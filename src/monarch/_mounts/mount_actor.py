@@ -87,7 +87,7 @@ class MountActor(Actor):
         _check_nesting(self._path, *origin, mode)
         self._mode = mode
         decoded = Snapshot.decode(snapshot)
-        passthrough = mode == "fuse" and os.geteuid() == 0 and _is_mostly_big(decoded)
+        passthrough = mode == "fuse" and mounting.is_root_of_machine() and _is_mostly_big(decoded)
         self._filesystem = PushedFileSystem(decoded, self._store)
         self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
         self._delivery.start()

@@ -340,3 +340,14 @@ def machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
         return ""
+
+
+def is_root_of_machine() -> bool:
+    """Whether this process is root, and not only inside of a user namespace: the kernel reads backing files for no other."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            return file.read().split() == ["0", "0", str((1 << 32) - 1)]
+    except OSError:
+        return True
