@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=[], help=f"of {', '.join(SECTIONS)} (default all)")
     parser.add_argument("--mib", type=int, default=256, help="in 20 large files (default 256)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", help="interpreter of another implementation, measured in turns in the sections pushed and hosts")
+    parser.add_argument("--peer", help="interpreter of another implementation, measured in turns in the section pushed")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     options = parser.parse_args()
     problem = fuse_problem()
@@ -217,7 +217,7 @@ def main() -> None:
     if "pushed" in sections:
         run_pushed(base, options.mib, options.rounds, pythons, add)
     if "hosts" in sections:
-        run_hosts(base, options.mib, options.rounds, pythons, add)
+        run_hosts(base, options.mib, options.rounds, add)
     for name in sorted(results):
         out(name, statistics.median(results[name]), units[name])
 

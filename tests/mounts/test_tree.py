@@ -78,7 +78,7 @@ def test_an_equal_version_forgets_nothing(tree, gone):
     assert tree.apply(changed()) == [] and gone == []
 
 
-def forest(*, added=(), b_at=20, folder_size=4096):
+def forest(*, added=(), b_at=20, folder_size=4096, in_d=()):
     """Folders a and d; d has a file b and a folder deep with a file c. More files in a move the rows of all behind them."""
     d, deep = 2, 3 + len(added) + 2
     return made(
@@ -88,6 +88,7 @@ def forest(*, added=(), b_at=20, folder_size=4096):
         *((1, name, FILE, 10, 1000 + 10 * at) for at, name in enumerate(added)),
         (d, b"b", FILE, 10, b_at),
         (d, b"deep", DIRECTORY, 4096, NOWHERE),
+        *((d, name, FILE, 10, 2000) for name in in_d),
         (deep, b"c", FILE, 10, 40),
         total=10_000,
     )
@@ -104,6 +105,10 @@ def test_an_unchanged_folder_whose_rows_have_moved_is_what_it_was(gone):
 
     assert tree.apply(forest(added=[b"new", b"newer"], folder_size=8192)) == [Invalidation(d, b"", d)]
     assert tree.attr(d).size == 8192
+    assert tree.apply(forest(added=[b"new", b"newer"], in_d=[b"e"])) == [Invalidation(d, b"", d), Invalidation(d, b"e", 0)]
+    assert [tree.lookup(d, name).node for name in (b"b", b"deep")] == [b, deep]
+    tree.apply(forest(added=[b"new", b"newer"], folder_size=8192))
+    gone.clear()
     assert Invalidation(d, b"b", b) in tree.apply(forest(b_at=60, folder_size=8192, added=[b"new", b"newer", b"newest"]))
     assert tree.lookup(d, b"b").node != b and tree.file(b) == Span(20, 10)
     assert tree.lookup(deep, b"c").node == c and tree.file(c) == Span(40, 10) and gone == []

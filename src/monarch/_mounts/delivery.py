@@ -43,6 +43,8 @@ RUN_BYTES = 4 << 20
 """Most that is asked for at once then: the more, the less a byte costs, and the longer a reader waits behind it."""
 STALL_S = 10.0
 """A host that is asked and gives nothing for so long is not asked any more until it does: it hangs, or its network does."""
+HOP_S = 3.0
+"""So much longer for each host that the bytes come through: on a slow link even the first of them take their time."""
 CHAIN = 16
 """Hosts in a row. The heads of the rows form a row of their own."""
 
@@ -68,6 +70,11 @@ def upstream_of(rank: int) -> int | None:
     if rank == 0:
         return None
     return rank - 1 if rank % CHAIN else rank - CHAIN
+
+
+def stall_s(rank: int) -> float:
+    """How long a host waits for the one before it."""
+    return STALL_S + HOP_S * (rank % CHAIN + rank // CHAIN)
 
 
 class DeliveryStatistics(msgspec.Struct, frozen=True):

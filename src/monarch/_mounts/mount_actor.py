@@ -17,7 +17,7 @@ import msgspec
 
 from monarch._base.errors import explain
 from monarch._mounts import mounting, notes
-from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, upstream_of
+from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, stall_s, upstream_of
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.hashing import Digests
 from monarch._mounts.index import BIG_FILE_THRESHOLD
@@ -89,7 +89,7 @@ class MountActor(Actor):
         decoded = Snapshot.decode(snapshot)
         passthrough = mode == "fuse" and mounting.is_root_of_machine() and _is_mostly_big(decoded)
         self._filesystem = PushedFileSystem(decoded, self._store)
-        self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank))
+        self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank), stall_s=stall_s(rank.rank))
         self._delivery.start()
         self._ahead_bytes = ahead_bytes
         self._fetch(self._delivery, decoded.spans)
