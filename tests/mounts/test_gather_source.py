@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from monarch._mounts.gather_source import _MOST_PENDING, _News, key_of, machine
+from monarch._mounts import mounting
+from monarch._mounts.gather_source import _MOST_PENDING, _News, key_of
 from monarch._mounts.watches import What
 
 
@@ -38,4 +39,4 @@ def test_too_many_changes_are_told_as_one():
 
 def test_coordinates_are_a_name():
     assert key_of({}) == "" and key_of({"hosts": 0, "gpus": 1}) == "hosts_0_gpus_1"
-    assert machine() == machine()
+    assert mounting.machine() == mounting.machine()
