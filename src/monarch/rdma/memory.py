@@ -56,6 +56,11 @@ class LocalMemory:
         """Number of bytes."""
         return self.nbytes
 
+    @property
+    def lifetime(self) -> object:
+        """With whose end the bytes may be used for something else: the user's object, or this one when that can't be watched."""
+        return self if self._anchor is None else self._anchor
+
     def read_at(self, offset: int, size: int) -> bytes:
         """A copy of `size` bytes; RuntimeError beyond the end."""
         self._check(offset, size)
