@@ -90,7 +90,7 @@ class Agent:
             known[1] += 1
             return place
         part = self._library.nixlRegDList(self._kind(device >= 0), [(address, nbytes, max(device, 0), "")])
-        with self._translated():
+        with self._translated("registerMem"):
             self._agent.registerMem(part)
         self._parts[place] = [part, 1]
         return place
@@ -101,23 +101,23 @@ class Agent:
         known[1] -= 1
         if not known[1]:
             del self._parts[place]
-            with self._translated():
+            with self._translated("deregisterMem"):
                 self._agent.deregisterMem(known[0])
 
     def metadata(self, places: Sequence[Place], *, is_device: bool, with_connection: bool) -> bytes:
         """What another agent must load to reach registered memory, and this agent."""
         parts = self._library.nixlRegDList(self._kind(is_device), [(*place, "") for place in places])
-        with self._translated():
+        with self._translated("getLocalPartialMD"):
             return bytes(self._agent.getLocalPartialMD(parts, with_connection))
 
     def load(self, metadata: bytes) -> str:
         """Learn of another agent's memory; its name."""
-        with self._translated():
+        with self._translated("loadRemoteMD"):
             return bytes(self._agent.loadRemoteMD(metadata)).decode()
 
     def forget(self, name: str) -> None:
         """Close the connections to an agent, and forget its memory."""
-        with self._translated():
+        with self._translated("invalidateRemoteMD"):
             self._agent.invalidateRemoteMD(name)
 
     def begin(
@@ -127,28 +127,29 @@ class Agent:
         library = self._library
         near = library.nixlXferDList(self._kind(is_local_device), list(local))
         far = library.nixlXferDList(self._kind(is_remote_device), list(remote))
-        with self._translated():
+        with self._translated("createXferReq"):
             request = int(self._agent.createXferReq(self._operations[kind], near, far, name))
-            try:
+        try:
+            with self._translated("postXferReq"):
                 self._agent.postXferReq(request)
-            except BaseException:
-                self._agent.releaseXferReq(request)
-                raise
+        except BaseException:
+            self.release(request)
+            raise
         return request
 
     def state(self, request: int) -> State:
         """Look at a transfer; raises what has become of it."""
-        with self._translated():
+        with self._translated("getXferStatus"):
             under_way = self._agent.getXferStatus(request) == self._library.NIXL_IN_PROG
         return State.UNDER_WAY if under_way else State.COMPLETE
 
     def release(self, request: int) -> None:
         """A transfer is over."""
-        with self._translated():
+        with self._translated("releaseXferReq"):
             self._agent.releaseXferReq(request)
 
-    def _translated(self) -> _Translation:
-        return _Translation(self._library)
+    def _translated(self, call: str) -> _Translation:
+        return _Translation(self._library, call)
 
     def keep_for_ever(self) -> None:
         """Never run the destructors, in a fork."""
@@ -158,25 +159,26 @@ class Agent:
 class _Translation:
     """NIXL's errors in our words."""
 
-    __slots__ = ("_library",)
+    __slots__ = ("_call", "_library")
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, call: str) -> None:
         self._library = library
+        self._call = call
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if exc is not None and type(exc).__name__.startswith("nixl"):
-            raise translate(exc, self._library) from exc
+            raise translate(exc, self._call, self._library) from exc
 
 
-def translate(exc: BaseException, library: Any) -> TransferError:
+def translate(exc: BaseException, call: str, library: Any) -> TransferError:
     """What an error of NIXL's means for a transfer."""
     if isinstance(exc, library.nixlRemoteDisconnectError):
         return OwnerGoneError("its connection by NIXL broke")
     if isinstance(exc, library.nixlNotFoundError):
-        return UnknownPlaceError(f"NIXL does not know this memory ({exc})")
-    return TransferError(f"NIXL: {exc}", next="NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info in the environment tell more")
+        return UnknownPlaceError(f"{call} of NIXL does not know this memory ({exc})")
+    return TransferError(f"{call} of NIXL failed: {exc}", next="NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info in the environment tell more")
 
 
 class Job:
@@ -251,6 +253,8 @@ class Driver:
             UnreachableError: there is none; the first one to see that warns.
         """
         self.begin()
+        if self._closed:
+            raise UnreachableError("this process is being shut down")
         if not self._ready.wait(limit_s):
             with self._lock:
                 if not self._ready.is_set():
