@@ -67,6 +67,41 @@ class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
+class StageMemory(msgspec.Struct, frozen=True, tag=True):
+    """The sender reaches host memory of this process, and wants some that stands for memory of a device; answered by `Staged`.
+
+    To read: with a copy of the spans, one behind the other. To write: with room for them.
+    """
+
+    nonce: bytes
+    """Of the table."""
+    kind: str
+    """`read` or `write`, as the sender sees it."""
+    spans: tuple[tuple[int, int, int], ...]
+    """Generation, offset and bytes of each; none to ask whether this process answers."""
+    patience_s: float
+    """How long the sender will use the memory at most."""
+
+
+class Staged(msgspec.Struct, frozen=True, tag=True):
+    """Host memory of the sender for a `StageMemory`, until `UnstageMemory`; or what came of that."""
+
+    handle: bytes = b""
+    gone: int = 0
+    """A generation that was dropped; nothing was done."""
+    failure: str = ""
+
+
+class UnstageMemory(msgspec.Struct, frozen=True, tag=True):
+    """The sender needs host memory of this process no longer; answered by `Staged` without a handle."""
+
+    nonce: bytes
+    generation: int
+    """Of the host memory."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """Where on a device its bytes are to go first, one behind the other."""
+
+
 class DropMemory(msgspec.Struct, frozen=True, tag=True):
     """Take back a region of this process; answered by `Done`, also when it was taken back before."""
 
@@ -75,5 +110,16 @@ class DropMemory(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
-MemoryRequest = DropMemory | LendMemory | AskMemory | ReleaseMemory
+MemoryRequest = DropMemory | LendMemory | AskMemory | ReleaseMemory | StageMemory | UnstageMemory
 """What a process is asked about memory."""
+
+
+def nothing_published(message: MemoryRequest) -> MemoryKeys | Staged | None:
+    """The answer of a process that has no memory for others, or not with this table any more; None: `Done`."""
+    match message:
+        case AskMemory():
+            return MemoryKeys(gone=message.generations)
+        case StageMemory() | UnstageMemory():
+            return Staged(gone=message.spans[0][0] if message.spans else 0)
+        case _:
+            return None

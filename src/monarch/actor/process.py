@@ -25,7 +25,7 @@ from monarch._runtime.platform import SYSTEM, Platform
 from monarch._runtime.proc import Proc
 from monarch._runtime.supervision import Failure
 from monarch._wire.frames import Buffer
-from monarch._wire.memory_messages import AskMemory, MemoryKeys, MemoryRequest
+from monarch._wire.memory_messages import MemoryRequest, nothing_published
 from monarch._wire.messages import UNKNOWN_ATTEMPT, Fault, ProcExited
 from monarch._wire.observation_messages import ActorActivity, LogLines, Stalled
 from monarch.actor.supervisor import Supervisor
@@ -151,7 +151,7 @@ class Process:
         if self.memory is not None:
             self.memory.on_message(message, sender, answer)
         else:
-            answer(MemoryKeys(gone=message.generations) if isinstance(message, AskMemory) else None)
+            answer(nothing_published(message))
 
     def close_memory(self) -> None:
         """Take all published memory back, because this process ends."""

@@ -149,10 +149,12 @@ def _load(data: bytes, offset: int, nbytes: int) -> RDMABuffer:
 def _publish(memory: LocalMemory) -> Handle:
     try:
         check_backend()
-        if memory.device != "cpu":
-            hint = "publish a pinned copy on the CPU: tensor.cpu().pin_memory(); others may read it into tensors on their GPUs"
-            raise ValueError(explain(f"memory on {memory.device} can't be published yet", next=hint))
-        return own_manager().register(memory)
+        handle = own_manager().register(memory)
+        if not handle.blobs and memory.device != "cpu":
+            own_manager().drop(handle)
+            hint = "let rdma_transports name cma or tcp as well, which carry copies of it"
+            raise ValueError(explain(f"nothing that rdma_transports allows reaches memory on {memory.device}", next=hint))
+        return handle
     except Exception as exc:
         _logger.error("Failed to create buffer of %d bytes: %s", memory.nbytes, exc)
         raise

@@ -18,16 +18,27 @@ from monarch import config
 from monarch._base.errors import explain
 from monarch._base.ids import ProcRef, agent_at
 from monarch._runtime.future import Future
-from monarch._wire.memory_messages import AskMemory, DropMemory, LendMemory, MemoryKeys, MemoryRequest, ReleaseMemory
+from monarch._wire.memory_messages import (
+    AskMemory,
+    DropMemory,
+    LendMemory,
+    MemoryRequest,
+    ReleaseMemory,
+    StageMemory,
+    UnstageMemory,
+    nothing_published,
+)
 from monarch._wire.messages import ProcExited, WatchProc
 from monarch.actor.process import Process, this_process
 from monarch.rdma.backend import check_backend
+from monarch.rdma.device_service import CudaDevice, DeviceService
 from monarch.rdma.engine import Engine
 from monarch.rdma.errors import RDMAError
 from monarch.rdma.handles import Handle
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.nixl_transport import NixlTransport
 from monarch.rdma.regions import RegionTable
+from monarch.rdma.staged_transport import StagedTransport
 from monarch.rdma.tcp_transport import TcpTransport
 from monarch.rdma.transport import Choice, Transport
 from monarch.rdma.vm_transport import VmTransport
@@ -50,6 +61,7 @@ class Manager:
         self._lock = threading.Lock()
         self._tcp: TcpTransport | None = None
         self._nixl: NixlTransport | None = None
+        self.devices = DeviceService(process, self.table, self.register, CudaDevice())
         self._choice = Choice(self._transports())
         threads = max([config.value("rdma_runtime_worker_threads"), *(transport.num_threads for transport in self._choice.transports)])
         self.engine = Engine(self._choice, threads, process.proc.loop.call_later, self._why_gone)
@@ -62,7 +74,9 @@ class Manager:
         if "nixl" in allowed:
             self._nixl = NixlTransport(self._process, self.table)
         every: list[Transport | None] = [VmTransport(self.table), self._nixl, self._tcp]
-        return [transport for transport in every if transport is not None and transport.name in allowed]
+        chosen = [transport for transport in every if transport is not None and transport.name in allowed]
+        carriers = [transport for transport in chosen if transport.name in ("cma", "tcp")]
+        return [*chosen, StagedTransport(self._process, carriers)] if carriers else chosen
 
     def table(self) -> RegionTable:
         """The regions of this process."""
@@ -97,18 +111,19 @@ class Manager:
             case ReleaseMemory() if self._nixl is not None:
                 self._nixl.on_message(message, sender, answer)
                 return
-            case AskMemory():
-                if self._nixl is not None and table is not None:
-                    self._nixl.on_message(message, sender, answer)
-                else:
-                    answer(MemoryKeys(gone=message.generations))
+            case AskMemory() if self._nixl is not None and table is not None and table.nonce == message.nonce:
+                self._nixl.on_message(message, sender, answer)
+                return
+            case StageMemory() | UnstageMemory() if table is not None and table.nonce == message.nonce:
+                self.devices.on_message(message, answer)
                 return
             case LendMemory() if table is not None and self._tcp is not None:
                 self._tcp.lend(message)
             case DropMemory() if table is not None and table.nonce == message.nonce:
                 self._take_back(table, message.generation)
-            case _:  # there is nothing of the kind
-                pass
+            case _:
+                answer(nothing_published(message))
+                return
         answer()
 
     def _take_back(self, table: RegionTable, generation: int) -> None:
@@ -164,6 +179,7 @@ class Manager:
         """The runtime of this process ends."""
         self._process.proc_watchers.remove(self._on_exited)
         self.engine.close()
+        self.devices.close()
         for transport in self._choice.transports:
             transport.close()
         with self._lock:

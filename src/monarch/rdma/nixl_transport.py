@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch import config
 from monarch._base.buffers import address_of
-from monarch._wire.memory_messages import AskMemory, MemoryKeys, ReleaseMemory
+from monarch._wire.memory_messages import AskMemory, ReleaseMemory
 from monarch.rdma import nixl_library
 from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
@@ -135,10 +135,7 @@ class NixlTransport:
     def on_message(self, message: AskMemory | ReleaseMemory, sender: ProcRef, answer: Answer) -> None:
         """Somebody wants keys of this process, or back what this process holds. Thread: net loop."""
         if isinstance(message, AskMemory):
-            if message.nonce == self._table().nonce:
-                self._lent.on_ask(message, sender, answer)
-            else:
-                answer(MemoryKeys(gone=message.generations))
+            self._lent.on_ask(message, sender, answer)
             return
         peer = self._peers.get(message.nonce)
         if peer is None:

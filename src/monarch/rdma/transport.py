@@ -4,6 +4,7 @@
     ipc     GPUs of one machine (not there yet)
     nixl    InfiniBand, RoCE, EFA, by a library (`nixl_transport.py`)
     tcp     anywhere else: the owner's host agent reads and writes for us (`tcp_transport.py`)
+    staged  GPU memory that none of these reaches: the owner copies it to host memory, which some of these reach (`staged_transport.py`)
 
 The engine takes, per owner, the first in this order whose blob is in the handle and whose `connect` has really reached the owner, and
 remembers it. What is large is cut into pieces, which several threads move at once.
@@ -29,7 +30,7 @@ from monarch.rdma.handles import Handle, device_route
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.regions import Region
 
-ORDER = ("cma", "ipc", "nixl", "tcp")
+ORDER = ("cma", "ipc", "nixl", "tcp", "staged")
 Kind: TypeAlias = Literal["read", "write"]
 _MOST_REMEMBERED = 4096
 """Owners whose transport is known."""
