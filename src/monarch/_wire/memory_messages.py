@@ -83,8 +83,16 @@ class StageMemory(msgspec.Struct, frozen=True, tag=True):
     """How long the sender will use the memory at most."""
 
 
+class ShareStorage(msgspec.Struct, frozen=True, tag=True):
+    """The sender, of the same machine, wants to map the GPU memory of a region; answered by `Staged` with what CUDA needs for it."""
+
+    nonce: bytes
+    """Of the table."""
+    generation: int
+
+
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """Host memory of the sender for a `StageMemory`, until `UnstageMemory`; or what came of that."""
+    """Host memory of the sender for a `StageMemory`, until `UnstageMemory`; or what came of that, or of a `ShareStorage`."""
 
     handle: bytes = b""
     gone: int = 0
@@ -110,7 +118,7 @@ class DropMemory(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
-MemoryRequest = DropMemory | LendMemory | AskMemory | ReleaseMemory | StageMemory | UnstageMemory
+MemoryRequest = DropMemory | LendMemory | AskMemory | ReleaseMemory | StageMemory | UnstageMemory | ShareStorage
 """What a process is asked about memory."""
 
 
@@ -121,5 +129,7 @@ def nothing_published(message: MemoryRequest) -> MemoryKeys | Staged | None:
             return MemoryKeys(gone=message.generations)
         case StageMemory() | UnstageMemory():
             return Staged(gone=message.spans[0][0] if message.spans else 0)
+        case ShareStorage():
+            return Staged(gone=message.generation)
         case _:
             return None

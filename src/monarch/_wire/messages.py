@@ -26,6 +26,7 @@ from monarch._wire.memory_messages import (
     MemoryKeys,
     ReleaseMemory,
     ShareMemory,
+    ShareStorage,
     Staged,
     StageMemory,
     UnstageMemory,
@@ -379,6 +380,7 @@ Control = (
     | StageMemory
     | Staged
     | UnstageMemory
+    | ShareStorage
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,6 +24,7 @@ from monarch._wire.memory_messages import (
     LendMemory,
     MemoryRequest,
     ReleaseMemory,
+    ShareStorage,
     StageMemory,
     UnstageMemory,
     nothing_published,
@@ -31,10 +32,12 @@ from monarch._wire.memory_messages import (
 from monarch._wire.messages import ProcExited, WatchProc
 from monarch.actor.process import Process, this_process
 from monarch.rdma.backend import check_backend
+from monarch.rdma.cuda_memory import TorchCuda
 from monarch.rdma.device_service import CudaDevice, DeviceService
 from monarch.rdma.engine import Engine
 from monarch.rdma.errors import RDMAError
 from monarch.rdma.handles import Handle
+from monarch.rdma.ipc_transport import IpcTransport
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.nixl_transport import NixlTransport
 from monarch.rdma.regions import RegionTable
@@ -60,6 +63,7 @@ class Manager:
         self._table: RegionTable | None = None
         self._lock = threading.Lock()
         self._tcp: TcpTransport | None = None
+        self._ipc: IpcTransport | None = None
         self._nixl: NixlTransport | None = None
         self.devices = DeviceService(process, self.table, self.register, CudaDevice())
         self._choice = Choice(self._transports())
@@ -73,7 +77,9 @@ class Manager:
             self._tcp = TcpTransport(self._process, self.table)
         if "nixl" in allowed:
             self._nixl = NixlTransport(self._process, self.table)
-        every: list[Transport | None] = [VmTransport(self.table), self._nixl, self._tcp]
+        if "ipc" in allowed:
+            self._ipc = IpcTransport(self._process, self.table, TorchCuda())
+        every: list[Transport | None] = [VmTransport(self.table), self._ipc, self._nixl, self._tcp]
         chosen = [transport for transport in every if transport is not None and transport.name in allowed]
         carriers = [transport for transport in chosen if transport.name in ("cma", "tcp")]
         return [*chosen, StagedTransport(self._process, carriers)] if carriers else chosen
@@ -116,6 +122,9 @@ class Manager:
                 return
             case StageMemory() | UnstageMemory() if table is not None and table.nonce == message.nonce:
                 self.devices.on_message(message, answer)
+                return
+            case ShareStorage() if self._ipc is not None and table is not None and table.nonce == message.nonce:
+                self._ipc.on_message(message, answer)
                 return
             case LendMemory() if table is not None and self._tcp is not None:
                 self._tcp.lend(message)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monarch import config
 from monarch._base.buffers import address_of
 from monarch._wire.memory_messages import AskMemory, ReleaseMemory
-from monarch.rdma import nixl_library
+from monarch.rdma import nixl_library, staging
 from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.memory import LocalMemory
@@ -68,6 +68,10 @@ class _Slab:
         return self.pages[_ROOM_BYTES : _ROOM_BYTES + count * ENTRY_BYTES]
 
 
+class _NoDeviceError(TransferError):
+    """Local memory of a GPU can't be registered."""
+
+
 class _Far(NamedTuple):
     """A region of another process."""
 
@@ -101,6 +105,7 @@ class NixlTransport:
     name = "nixl"
     is_instant = False
     num_threads = 2
+    takes_devices = True
 
     def __init__(self, process: Process, table: Callable[[], RegionTable]) -> None:
         """Args:
@@ -113,6 +118,7 @@ class NixlTransport:
         self._peers: dict[bytes, Peer] = {}
         """By nonce."""
         self._lock = threading.Lock()
+        self._registers_devices = True
         self._slabs: list[_Slab] = []
         self._fars: dict[tuple[bytes, int], _Far] = {}
         """By nonce and generation. Thread: that of the driver."""
@@ -180,8 +186,15 @@ class NixlTransport:
     def move(self, piece: Piece, deadline_s: float) -> None:
         """See `Transport`."""
         check_deadline(deadline_s)
+        has_devices = any(op.local.device != "cpu" for op in piece.ops)
+        if has_devices and not self._registers_devices:
+            staging.move_staged(self, piece, deadline_s)
+            return
         try:
             self._move(piece, deadline_s)
+        except _NoDeviceError:  # this UCX knows no CUDA, or the machine no GPUDirect
+            self._registers_devices = False
+            staging.move_staged(self, piece, deadline_s)
         except UnknownPlaceError:  # another transfer has found the connection broken
             self.forget(piece.ops[0].handle.nonce)
             self._move(piece, deadline_s)
@@ -304,7 +317,10 @@ class NixlTransport:
         lifetime = local.lifetime
         key = id(lifetime), local.address, local.nbytes
         if key not in self._registered:
-            self._registered[key] = agent.register(local.address, local.nbytes, device)
+            try:
+                self._registered[key] = agent.register(local.address, local.nbytes, device)
+            except TransferError as exc:
+                raise (exc if device < 0 else _NoDeviceError(exc.what, next=exc.next)) from exc
             weakref.finalize(lifetime, self._driver.do_soon, partial(self._deregister, key)).atexit = False
         return max(device, 0)
 

@@ -35,6 +35,7 @@ class StagedTransport:
     """See the head of this file. Thread: any."""
 
     name = "staged"
+    takes_devices = False
     is_instant = False
     num_threads = 2
 

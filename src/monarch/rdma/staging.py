@@ -19,14 +19,16 @@ from monarch.rdma.transport import Piece, Transport
 
 def move(transport: Transport, piece: Piece, deadline_s: float) -> None:
     """`transport.move`, by way of host memory where the local side is on a device; raises the same."""
-    for op in piece.ops:
-        if op.local.device != "cpu":
-            _move_staged(transport, piece, deadline_s)
-            return
+    if not transport.takes_devices:
+        for op in piece.ops:
+            if op.local.device != "cpu":
+                move_staged(transport, piece, deadline_s)
+                return
     transport.move(piece, deadline_s)
 
 
-def _move_staged(transport: Transport, piece: Piece, deadline_s: float) -> None:
+def move_staged(transport: Transport, piece: Piece, deadline_s: float) -> None:
+    """`transport.move` of host memory that stands for the local side."""
     host = pinned(sum(op.nbytes for op in piece.ops))
     memory, at, staged, parts = memory_of(host), 0, [], []
     for op in piece.ops:

@@ -1,7 +1,7 @@
 """Transports: what can move bytes between this process and the memory of another, behind one interface.
 
     cma     same machine: the kernel copies (`vm_transport.py`)
-    ipc     GPUs of one machine (not there yet)
+    ipc     GPUs of one machine, mapped by CUDA (`ipc_transport.py`)
     nixl    InfiniBand, RoCE, EFA, by a library (`nixl_transport.py`)
     tcp     anywhere else: the owner's host agent reads and writes for us (`tcp_transport.py`)
     staged  GPU memory that none of these reaches: the owner copies it to host memory, which some of these reach (`staged_transport.py`)
@@ -67,6 +67,8 @@ class Transport(Protocol):
     """`connect` and small moves take microseconds, so the thread of the caller does them itself."""
     num_threads: int
     """How many threads are of use for one submit."""
+    takes_devices: bool
+    """Local memory may be on a GPU; otherwise it goes through host memory (`staging.py`)."""
 
     def register(self, region: Region) -> bytes | None:
         """What a handle carries for this transport; None: it can't serve this memory."""
