@@ -1,6 +1,6 @@
 """One-sided memory against what the machine can do: the kernel's copy on one host, raw sockets between two.
 
-usage: rdma.py [--rounds N] [--mib N] [SECTION ...]      SECTION: local, network
+usage: rdma.py [--rounds N] [--mib N] [SECTION ...]      SECTION: local, network, nixl
 
 Every round measures ours and the floors in turns, so that a slow moment of the machine hits all; values are medians, ratios
 are medians of the ratios of each round. `network` needs root on Linux with iproute2: owner and reader are in two network
@@ -12,6 +12,7 @@ Measures:
     read, write              through the public API; `..._spin` while the owner spins in Python
     read_over_vm_readv       and the like: ours over the floor, in bandwidth
     batch_1000x4KiB          one action of 1,000 reads
+    ways_...                 of one host: ours by the kernel (cma) and by TCP (tcp), and NIXL by the kernel and by TCP, if it is installed
     register, handle         making a buffer of the largest size; bytes of it pickled
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import pickle
@@ -39,7 +41,14 @@ from measure import now, out, remark
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
 PORT, RAW_PORT = 26600, 26700
-SECTIONS = ("local", "network")
+SECTIONS = ("local", "network", "nixl")
+WAYS = {
+    "cma": {"MONARCH_RDMA_TRANSPORTS": "cma"},
+    "tcp": {"MONARCH_RDMA_TRANSPORTS": "tcp"},
+    "nixl_cma": {"MONARCH_RDMA_TRANSPORTS": "nixl"},
+    "nixl_tcp": {"MONARCH_RDMA_TRANSPORTS": "nixl", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+}
+"""Variables for each way of one host."""
 CONNECTIONS = 4
 WAIT_S = 60.0
 _REQUEST = struct.Struct("<Q")
@@ -175,6 +184,42 @@ def _batch(prefix: str, rounds: int, parts: list[Any], target: bytearray) -> Non
     out(f"{prefix}batch_1000x4KiB", statistics.median(times) * 1e3, "ms")
 
 
+# ------------------------------------------------------------------------------------------------------------- by NIXL
+
+
+def one_way(name: str, rounds: int, mib: int) -> None:
+    """Owner and reader on one host, and one transport between them. The client listens, so that TCP leads to it."""
+    from monarch.actor import enable_transport, shutdown_context, this_host
+
+    enable_transport("tcp")
+    sizes = [size for size in sizes_up_to(mib) if size <= 64 * MIB]
+    owner = this_host().spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
+    buffer, parts, _, _, _ = owner.publish.call_one().get(WAIT_S)
+    target = memoryview(bytearray(b"\2") * sizes[-1])
+    out(f"ways_first_{name}", seconds_of(lambda: buffer[:1].read_into(target).get(WAIT_S), 1) * 1e3, "ms")
+    for nbytes in sizes:
+        one, view, table = buffer[:nbytes], target[:nbytes], Table()
+        for number in range(rounds + 1):
+            for what, transfer in (("read", one.read_into), ("write", one.write_from)):
+                seconds = seconds_of(lambda transfer=transfer, view=view: transfer(view).get(WAIT_S), repeats(nbytes))  # type: ignore[misc]
+                if number:
+                    table.add(f"{what}_{name}", seconds)
+        table.show("ways_", nbytes)
+    _batch(f"ways_{name}_", rounds, parts, bytearray(4 * MIB))
+    shutdown_context().get(WAIT_S)
+
+
+def nixl(rounds: int, mib: int) -> None:
+    """Each way in a process of its own, because a process keeps the transports that it began with."""
+    installed = importlib.util.find_spec("nixl_cu12") or importlib.util.find_spec("nixl_cu13")
+    if not installed:
+        remark("NIXL is not installed: ours alone")
+    for name, variables in WAYS.items():
+        if installed or not name.startswith("nixl"):
+            command = [sys.executable, __file__, "--way", json.dumps([name, rounds, mib])]
+            subprocess.run(command, env={**os.environ, **variables}, check=False, timeout=240)
+
+
 # --------------------------------------------------------------------------------------------------- between namespaces
 
 
@@ -292,15 +337,18 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="largest size")
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.raw:
         raw_server()
     elif options.client:
         network_client(*json.loads(options.client))
+    elif options.way:
+        one_way(*json.loads(options.way))
     else:
         for section in options.sections or SECTIONS:
-            {"local": local, "network": network}[section](options.rounds, options.mib)
+            {"local": local, "network": network, "nixl": nixl}[section](options.rounds, options.mib)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from monarch.rdma import nixl_library
 from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError, UnreachableError
-from monarch.rdma.nixl_agent import Driver, State, UnknownPlaceError, translate
+from monarch.rdma.nixl_agent import BrokenError, Driver, State, translate
 
 WAIT_S = 5.0
 
@@ -185,16 +185,7 @@ def test_what_nobody_waits_for_is_done_and_its_failure_harms_nobody(driver, hand
         job.wait()
 
 
-class Library:
-    class nixlRemoteDisconnectError(Exception): ...
-
-    class nixlNotFoundError(Exception): ...
-
-    class nixlBackendError(Exception): ...
-
-
 def test_errors_of_nixl_become_those_of_transports():
-    assert isinstance(translate(Library.nixlRemoteDisconnectError(), "f", Library), OwnerGoneError)
-    assert isinstance(translate(Library.nixlNotFoundError(), "f", Library), UnknownPlaceError)
-    other = translate(Library.nixlBackendError("why"), "postXferReq", Library)
-    assert other.what == "postXferReq of NIXL failed: why" and "UCX_LOG_LEVEL" in other.next
+    broken, other = translate(Exception("why"), "postXferReq"), translate(Exception("why"), "registerMem")
+    assert isinstance(broken, BrokenError) and type(other) is TransferError
+    assert broken.what == "postXferReq of NIXL failed: why" and "UCX_LOG_LEVEL" in other.next

@@ -189,7 +189,10 @@ def test_a_broken_connection_asks_for_all_keys_again_and_still_lets_nothing_go_t
     keys_for(peer, 1)
     holds, _ = peer.take([1])
     question = peer.question([2])
-    peer.reset()
+    peer.name, forgotten = "agent", []
+    peer.reset(question[1], forgotten.append)
+    peer.reset(question[1], forgotten.append)
+    assert forgotten == ["agent"]
     peer.on_keys(question[1], question[0], MemoryKeys((b"late",), 1))
     assert peer.take([1]) == ([], [1]) and peer.take([2]) == ([], [2]) and not peer.unloaded and peer.num_chunks == -1
     peer.release(1, lambda: answers.append(1))

@@ -24,6 +24,7 @@ class Peer(Owner):
         configure(rdma_transports="nixl", rdma_nixl_start_limit="20s")
         if ucx_transports:
             os.environ["UCX_TLS"] = ucx_transports
+            os.environ["UCX_NET_DEVICES"] = "lo"  # others come and go, with the tests of several hosts
 
     @endpoint
     def round_trip(self, buffer: RDMABuffer, nbytes: int) -> bool:

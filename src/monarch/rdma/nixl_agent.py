@@ -28,7 +28,7 @@ from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from monarch.rdma import nixl_library
-from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError, UnreachableError
+from monarch.rdma.errors import DeadlineError, TransferError, UnreachableError
 
 _logger = logging.getLogger("monarch.rdma")
 _PROGRESS_US = 100_000
@@ -39,6 +39,8 @@ _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 _GRACE_S = 1.0
 """How much later than its deadline a job may end: the thread may be in a copy by the kernel."""
+_OF_CONNECTIONS = ("createXferReq", "postXferReq", "getXferStatus", "loadRemoteMD")
+"""Calls that fail when something is wrong with the other end."""
 Place: TypeAlias = tuple[int, int, int]
 """Address, bytes, device."""
 Steps: TypeAlias = Generator[int, None, Any]
@@ -51,8 +53,8 @@ class State(Enum):
     COMPLETE = auto()
 
 
-class UnknownPlaceError(TransferError):
-    """The keys of the remote memory are not loaded, or not any more."""
+class BrokenError(TransferError):
+    """A transfer failed, which says as a rule that the other end is gone, or that the connection is; a new one shows which."""
 
 
 class Agent:
@@ -149,7 +151,7 @@ class Agent:
             self._agent.releaseXferReq(request)
 
     def _translated(self, call: str) -> _Translation:
-        return _Translation(self._library, call)
+        return _Translation(call)
 
     def keep_for_ever(self) -> None:
         """Never run the destructors, in a fork."""
@@ -159,26 +161,22 @@ class Agent:
 class _Translation:
     """NIXL's errors in our words."""
 
-    __slots__ = ("_call", "_library")
+    __slots__ = ("_call",)
 
-    def __init__(self, library: Any, call: str) -> None:
-        self._library = library
+    def __init__(self, call: str) -> None:
         self._call = call
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if exc is not None and type(exc).__name__.startswith("nixl"):
-            raise translate(exc, self._call, self._library) from exc
+            raise translate(exc, self._call) from exc
 
 
-def translate(exc: BaseException, call: str, library: Any) -> TransferError:
+def translate(exc: BaseException, call: str) -> TransferError:
     """What an error of NIXL's means for a transfer."""
-    if isinstance(exc, library.nixlRemoteDisconnectError):
-        return OwnerGoneError("its connection by NIXL broke")
-    if isinstance(exc, library.nixlNotFoundError):
-        return UnknownPlaceError(f"{call} of NIXL does not know this memory ({exc})")
-    return TransferError(f"{call} of NIXL failed: {exc}", next="NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info in the environment tell more")
+    kind = BrokenError if call in _OF_CONNECTIONS else TransferError
+    return kind(f"{call} of NIXL failed: {exc}", next="NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info in the environment tell more")
 
 
 class Job:

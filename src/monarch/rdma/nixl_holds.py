@@ -190,6 +190,8 @@ class Peer:
         self.unloaded: list[bytes] = []
         """Metadata that the agent does not know yet."""
         self.num_chunks = -1
+        self.moved_s = 0.0
+        """When a transfer was complete last, of `time.monotonic()`."""
         self.epoch = 0
         self._holds: dict[int, Hold] = {}
         self._lock = threading.Lock()
@@ -246,9 +248,17 @@ class Peer:
                 return
         answer()
 
-    def reset(self) -> None:
-        """The connection broke; all keys must be asked for again."""
+    def reset(self, epoch: int, forget: Callable[[str], None]) -> None:
+        """The connection of `epoch` broke; all keys must be asked for again. Nothing happens when there is another one by now.
+
+        Args:
+            forget: begins to make the agent forget another one, before anything that is for the next connection.
+        """
         with self._lock:
+            if epoch != self.epoch:
+                return
+            if self.name:
+                forget(self.name)
             self._holds = {generation: hold for generation, hold in self._holds.items() if hold.num_active}
             self.epoch += 1
             self.name, self.unloaded, self.num_chunks = "", [], -1

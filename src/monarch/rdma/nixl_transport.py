@@ -17,6 +17,7 @@ Read next: `nixl_agent.py` for the thread that does all this.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import struct
 import threading
@@ -33,7 +34,7 @@ from monarch.rdma import nixl_library, staging
 from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.memory import LocalMemory
-from monarch.rdma.nixl_agent import Agent, Driver, Place, Steps, UnknownPlaceError, unique_name
+from monarch.rdma.nixl_agent import Agent, BrokenError, Driver, Place, Steps, unique_name
 from monarch.rdma.nixl_holds import Answer, Lent, Peer, device_of
 from monarch.rdma.regions import ENTRY_BYTES, Region, RegionTable
 from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, check_deadline, cut, even_piece
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from monarch._base.ids import ProcRef
     from monarch.actor.process import Process
 
+_logger = logging.getLogger("monarch.rdma")
 _BLOB = struct.Struct("<Qi")
 _LEAST_PIECE = 1 << 20
 _MOST_PIECE = 32 << 20
@@ -53,6 +55,8 @@ _MOST_KNOWN = 8192
 _ASK_S = 5.0
 """How long an owner whose agent runs may take to answer."""
 _CLOSE_S = 2.0
+_SILENT_S = 1.0
+"""A connection on which nothing has moved for longer than this, and than some transfer's time, is not used again."""
 
 
 class _Slab:
@@ -195,8 +199,7 @@ class NixlTransport:
         except _NoDeviceError:  # this UCX knows no CUDA, or the machine no GPUDirect
             self._registers_devices = False
             staging.move_staged(self, piece, deadline_s)
-        except UnknownPlaceError:  # another transfer has found the connection broken
-            self.forget(piece.ops[0].handle.nonce)
+        except BrokenError:  # once more, on a new connection: of an owner that is gone there is none, and that is told in words
             self._move(piece, deadline_s)
 
     def _move(self, piece: Piece, deadline_s: float) -> None:
@@ -214,7 +217,19 @@ class NixlTransport:
             for answer in peer.give_back(holds):
                 self._process.proc.loop.call_soon(answer)
 
-        self._driver.do(lambda agent: self._steps(agent, peer, piece), deadline_s, on_end).wait()
+        began_s, epoch = time.monotonic(), peer.epoch
+        try:
+            self._driver.do(lambda agent: self._steps(agent, peer, piece), deadline_s, on_end).wait()
+        except BrokenError:
+            peer.reset(epoch, self._forget_agent)
+            raise
+        except DeadlineError:
+            now_s = time.monotonic()
+            if peer.moved_s < began_s <= now_s - _SILENT_S:  # it may be the connection; whoever comes next makes a new one
+                _logger.warning("nothing moves by NIXL: owner=%s seconds=%.1f", handle.ref.uid, now_s - began_s)
+                peer.reset(epoch, self._forget_agent)
+            raise
+        peer.moved_s = time.monotonic()
 
     def _ask(self, peer: Peer, handle: Handle, missing: Sequence[int], deadline_s: float) -> None:
         """Get the keys of regions, and hold them."""
@@ -332,11 +347,12 @@ class NixlTransport:
     def forget(self, nonce: bytes) -> None:
         """The owner is gone, or the connection to it."""
         peer = self._peers.get(nonce)
-        if peer is not None and peer.name:
-            name = peer.name
-            peer.reset()
-            if name != self._driver.name:
-                self._driver.do_soon(lambda agent: agent.forget(name))
+        if peer is not None:
+            peer.reset(peer.epoch, self._forget_agent)
+
+    def _forget_agent(self, name: str) -> None:
+        if name != self._driver.name:
+            self._driver.do_soon(lambda agent: agent.forget(name))
 
     def close(self) -> None:
         """Destroy the agent; what others hold is free then."""
