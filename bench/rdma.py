@@ -188,12 +188,13 @@ def _batch(prefix: str, rounds: int, parts: list[Any], target: bytearray) -> Non
 
 
 def one_way(name: str, rounds: int, mib: int) -> None:
-    """Owner and reader on one host, and one transport between them. The client listens, so that TCP leads to it."""
-    from monarch.actor import enable_transport, shutdown_context, this_host
+    """Owner and reader on one host, and one transport between them. The owner's agent listens, so that TCP leads to it."""
+    from monarch.actor import attach_to_workers, shutdown_context
 
-    enable_transport("tcp")
+    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://127.0.0.1:{PORT}"])
+    mesh.initialized.get(WAIT_S)
     sizes = [size for size in sizes_up_to(mib) if size <= 64 * MIB]
-    owner = this_host().spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
+    owner = mesh.spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
     buffer, parts, _, _, _ = owner.publish.call_one().get(WAIT_S)
     target = memoryview(bytearray(b"\2") * sizes[-1])
     out(f"ways_first_{name}", seconds_of(lambda: buffer[:1].read_into(target).get(WAIT_S), 1) * 1e3, "ms")
@@ -206,6 +207,7 @@ def one_way(name: str, rounds: int, mib: int) -> None:
                     table.add(f"{what}_{name}", seconds)
         table.show("ways_", nbytes)
     _batch(f"ways_{name}_", rounds, parts, bytearray(4 * MIB))
+    mesh.stop().get(WAIT_S)
     shutdown_context().get(WAIT_S)
 
 
@@ -216,8 +218,27 @@ def nixl(rounds: int, mib: int) -> None:
         remark("NIXL is not installed: ours alone")
     for name, variables in WAYS.items():
         if installed or not name.startswith("nixl"):
-            command = [sys.executable, __file__, "--way", json.dumps([name, rounds, mib])]
-            subprocess.run(command, env={**os.environ, **variables}, check=False, timeout=240)
+            environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "bench")}
+            worker = subprocess.Popen([sys.executable, "-c", worker_loop("127.0.0.1")], env=environment, stdout=subprocess.DEVNULL)
+            try:
+                wait_open("127.0.0.1", PORT)
+                command = [sys.executable, __file__, "--way", json.dumps([name, rounds, mib])]
+                subprocess.run(command, env=environment, check=False, timeout=240)
+            finally:
+                worker.kill()
+                worker.wait()
+
+
+def worker_loop(ip: str) -> str:
+    """A script that starts procs for whoever attaches."""
+    return f"from monarch.actor import run_worker_loop_forever as f; f(address='tcp://{ip}:{PORT}', ca='trust_all_connections')"
+
+
+def wait_open(ip: str, port: int) -> None:
+    """Wait until somebody listens."""
+    deadline = now() + WAIT_S
+    while socket.socket().connect_ex((ip, port)) and now() < deadline:
+        time.sleep(0.05)
 
 
 # --------------------------------------------------------------------------------------------------- between namespaces
@@ -310,17 +331,14 @@ def network(rounds: int, mib: int) -> None:
     environment.pop("MONARCH_SECRET", None)
     with Hosts() as rig:
         a, b = rig[:2]
-        server = f"from monarch.actor import run_worker_loop_forever as f; f(address='tcp://{a.ip}:{PORT}', ca='trust_all_connections')"
         processes = [
-            a.run(server, env=environment, stdout=subprocess.DEVNULL),
+            a.run(worker_loop(a.ip), env=environment, stdout=subprocess.DEVNULL),
             a.run([sys.executable, __file__, "--raw"], env=environment),
         ]
         try:
             for port in (PORT, RAW_PORT):
-                deadline = now() + WAIT_S
                 with inside(a):
-                    while socket.socket().connect_ex((a.ip, port)) and now() < deadline:
-                        time.sleep(0.05)
+                    wait_open(a.ip, port)
             client = b.run([sys.executable, __file__, "--client", json.dumps([a.ip, rounds, mib])], env=environment)
             if client.wait(240):
                 remark(f"network failed: exit status {client.returncode}")
