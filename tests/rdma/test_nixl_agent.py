@@ -164,8 +164,14 @@ def test_an_agent_that_takes_too_long_to_start_is_given_up_for_good(hand):
         return hand
 
     driver = Driver("hand", make)
+    assert driver.begin() and not driver.begin()
+    with pytest.raises(DeadlineError):
+        driver.start(WAIT_S, time.monotonic())
+    waiting = driver.do(two_transfers, float("inf"))
     with pytest.raises(UnreachableError, match=r"within 0\.05 s"):
         driver.start(0.05)
+    with pytest.raises(UnreachableError, match=r"within 0\.05 s"):
+        waiting.wait()
     gate.set()
     assert driver.close(WAIT_S)
     with pytest.raises(UnreachableError):

@@ -33,10 +33,11 @@ from monarch.rdma.errors import DeadlineError, TransferError, UnreachableError
 _logger = logging.getLogger("monarch.rdma")
 _PROGRESS_US = 100_000
 """How often NIXL's own thread looks unasked; with its default of 0 it would use a core. Events wake it as well."""
-_SPINS = 200
-"""Polls without a pause, about 100 us."""
-_FIRST_PAUSE_S = 20e-6
+_SPIN_S = 100e-6
+"""How long it polls without a pause when something has happened."""
 _LONGEST_PAUSE_S = 1e-3
+_PAUSES = 8
+"""A pause is this part of the time in which nothing has happened."""
 _GRACE_S = 1.0
 """How much later than its deadline a job may end: the thread may be in a copy by the kernel."""
 _OF_CONNECTIONS = ("createXferReq", "postXferReq", "getXferStatus", "loadRemoteMD")
@@ -232,34 +233,55 @@ class Driver:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._began_s = 0.0
         self._ready = threading.Event()
         self._failure = ""
         self._agent: Agent | None = None
         self._closed = False
 
-    def begin(self) -> None:
-        """Start an agent, unless there is one; jobs wait for it."""
+    def begin(self) -> bool:
+        """Start an agent, unless there is one; jobs wait for it. Whether it was this call that started it."""
         with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._serve, name="monarch-nixl", daemon=True)
-                self._thread.start()
+            if self._thread is not None or self._closed:
+                return False
+            self._thread = threading.Thread(target=self._serve, name="monarch-nixl", daemon=True)
+            self._began_s = time.monotonic()
+            self._thread.start()
+            return True
 
-    def start(self, limit_s: float) -> None:
+    def give_up_start(self, limit_s: float) -> None:
+        """The time to start is over: without an agent by now there will be none, and whoever waits is told."""
+        with self._lock:
+            if self._ready.is_set():
+                return
+            self._failure = f"its agent has not started within {limit_s:g} s"
+            self._ready.set()
+        self._warn()
+        self._drain()
+
+    def _warn(self) -> None:
+        nixl_library.warn_once(self._failure, "take nixl out of rdma_transports, or see UCX_LOG_LEVEL=info")
+
+    def start(self, limit_s: float, deadline_s: float = float("inf")) -> None:
         """Have an agent, or wait for the one that is being started.
 
+        Args:
+            limit_s: how long a start may take, from its beginning; after that there will be no agent in this process.
+            deadline_s: of who waits, `time.monotonic()`.
+
         Raises:
-            UnreachableError: there is none; the first one to see that warns.
+            UnreachableError: there is none.
+            DeadlineError: there is none yet.
         """
         self.begin()
         if self._closed:
             raise UnreachableError("this process is being shut down")
-        if not self._ready.wait(limit_s):
-            with self._lock:
-                if not self._ready.is_set():
-                    self._failure = f"its agent has not started within {limit_s:g} s"
-                    self._ready.set()
+        limit_end_s = self._began_s + limit_s
+        if not self._ready.wait(max(0.0, min(limit_end_s, deadline_s) - time.monotonic())):
+            if deadline_s < limit_end_s:
+                raise DeadlineError
+            self.give_up_start(limit_s)
         if self._failure:
-            nixl_library.warn_once(self._failure, "take nixl out of rdma_transports, or see UCX_LOG_LEVEL=info")
             raise UnreachableError(self._failure)
 
     def do(self, steps: Callable[[Agent], Steps], deadline_s: float, on_end: Callable[[], None] | None = None) -> Job:
@@ -292,6 +314,7 @@ class Driver:
             with self._lock:
                 self._failure = self._failure or f"its agent can't start ({type(exc).__name__}: {exc})"
                 self._ready.set()
+            self._warn()
             self._drain()
             return
         with self._lock:
@@ -307,10 +330,11 @@ class Driver:
 
     def _take_jobs(self) -> None:
         active: list[Job] = []
-        quiet = 0
+        moved_s = time.monotonic()
         while True:
+            quiet_s = time.monotonic() - moved_s
             try:
-                job = self._jobs.get(bool(not active or quiet > _SPINS), self._pause_s(quiet) if active else None)
+                job = self._jobs.get(not active or quiet_s > _SPIN_S, min(_LONGEST_PAUSE_S, quiet_s / _PAUSES) if active else None)
             except queue.Empty:
                 pass
             else:
@@ -318,18 +342,14 @@ class Driver:
                     break
                 self._begin(job)
                 active += [job] if not job.is_over else []
-                quiet = 0
-            moved = [self._poll(job) for job in active]
-            quiet = 0 if any(moved) else quiet + 1
-            active = [job for job in active if not job.is_over]
+                moved_s = time.monotonic()
+            if sum(self._poll(job) for job in active):  # all of them, each time
+                moved_s = time.monotonic()
+                active = [job for job in active if not job.is_over]
         for job in active:
             job.tell(UnreachableError("this process is being shut down"))
             job.steps.close()
             job.end()
-
-    @staticmethod
-    def _pause_s(quiet: int) -> float:
-        return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(10, (quiet - _SPINS) // 8)))
 
     def _begin(self, job: Job) -> None:
         if time.monotonic() >= job.deadline_s:

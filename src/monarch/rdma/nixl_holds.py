@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from monarch import config
 from monarch._base.ids import ProcRef
 from monarch._wire.memory_messages import AskMemory, MemoryKeys, ReleaseMemory
 from monarch.rdma.nixl_agent import Agent, Driver, Job, Place, Steps
@@ -68,7 +69,9 @@ class Lent:
 
     def on_ask(self, message: AskMemory, sender: ProcRef, answer: Answer) -> None:
         """Somebody wants keys."""
-        self._driver.begin()
+        if self._driver.begin():
+            limit_s = config.seconds("rdma_nixl_start_limit")
+            self._process.proc.loop.call_later(limit_s, partial(self._driver.give_up_start, limit_s))
         job: list[Job] = []
         done = threading.Event()
 

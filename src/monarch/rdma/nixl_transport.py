@@ -164,7 +164,7 @@ class NixlTransport:
         if not nixl_library.wanted(for_device_memory=device >= 0):
             raise UnreachableError("this process has no RDMA device, or NIXL is not installed or not wanted here")
         limit_s = config.seconds("rdma_nixl_start_limit")
-        self._driver.start(max(0.0, min(limit_s, deadline_s - time.monotonic())))
+        self._driver.start(limit_s, deadline_s)
         check_deadline(deadline_s)
         soon_s = min(deadline_s, time.monotonic() + limit_s + _ASK_S)
         try:
