@@ -55,7 +55,7 @@ _MOST_KNOWN = 8192
 _ASK_S = 5.0
 """How long an owner whose agent runs may take to answer."""
 _CLOSE_S = 2.0
-_SILENT_S = 1.0
+_SILENT_S = 0.5
 """A connection on which nothing has moved for longer than this, and than some transfer's time, is not used again."""
 
 
