@@ -9,7 +9,7 @@ import pytest
 
 from monarch._base.ids import ProcRef
 from monarch._wire.memory_messages import Staged, StageMemory, UnstageMemory
-from monarch.rdma.device_service import MOST_PIECES, PIECE_BYTES, DeviceService, Pool
+from monarch.rdma.device_service import MOST_PIECES, PIECE_BYTES, CudaDevice, DeviceService, Pool
 from monarch.rdma.handles import Handle, decode_handle
 from monarch.rdma.memory import LocalMemory, memory_of
 from monarch.rdma.regions import RegionTable
@@ -196,3 +196,16 @@ def test_a_pool_without_room_counts_on_what_it_has():
     pool.put_back(got[0])
     pool.take(got.append)
     assert got[1] is got[0] and made == [PIECE_BYTES]
+
+
+def test_torch_copies_between_a_device_and_the_host():
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(20, dtype=torch.uint8)[5:]
+    real = memory_of(tensor)
+    memory, device = LocalMemory(real.address, real.nbytes, tensor.untyped_storage(), device="cuda:0"), CudaDevice()
+    host = device.allocate(10)
+    device.to_host(memory, 1, 3, host, 2)
+    assert host.read_at(0, 10)[2:5] == bytes([6, 7, 8])
+    host.write_at(2, b"abc")
+    device.from_host(memory, 0, 3, host, 2)
+    assert tensor.tolist()[:4] == [97, 98, 99, 8]

@@ -230,5 +230,7 @@ class DeviceService:
         return 0
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; the pieces end with the table."""
         self._workers.close(_CLOSE_S)
+        with self._lock:
+            self._lent.clear()

@@ -66,6 +66,7 @@ class Lent:
         self._chunks: list[Place] = []
         """Of the table, registered. Thread: that of the driver."""
         self._lock = threading.Lock()
+        self._closed = False
 
     def on_ask(self, message: AskMemory, sender: ProcRef, answer: Answer) -> None:
         """Somebody wants keys."""
@@ -136,7 +137,7 @@ class Lent:
 
     def _take_back(self, generation: int) -> None:
         shown = self._shown.pop(generation, None)
-        if shown is None:
+        if shown is None or self._closed:
             return
         waiting = {_NOBODY, *shown.holders}
 
@@ -166,6 +167,7 @@ class Lent:
 
     def close(self) -> None:
         """The agent is no more, so nobody reaches anything. Thread: any."""
+        self._closed = True
         for generation in list(self._pinned):
             self._let_go(generation)
 

@@ -194,6 +194,8 @@ class NixlTransport:
         if has_devices and not self._registers_devices:
             staging.move_staged(self, piece, deadline_s)
             return
+        if has_devices:
+            staging.wait_for_kernels([op.local for op in piece.ops])
         try:
             self._move(piece, deadline_s)
         except _NoDeviceError:  # this UCX knows no CUDA, or the machine no GPUDirect
@@ -217,7 +219,7 @@ class NixlTransport:
             for answer in peer.give_back(holds):
                 self._process.proc.loop.call_soon(answer)
 
-        began_s, epoch = time.monotonic(), peer.epoch
+        began_s, epoch = time.monotonic(), holds[0].epoch
         try:
             self._driver.do(lambda agent: self._steps(agent, peer, piece), deadline_s, on_end).wait()
         except BrokenError:
