@@ -143,5 +143,4 @@ def test_a_client_that_has_used_it_forks_closes_begins_anew_and_ends_well(run_sc
 
 def test_a_process_that_reads_its_own_memory_tells_what_works():
     assert probe("tcp", "lo")
-    assert not probe("tcp", "no-such-device")
     assert is_ibverbs_available() is bool(devices() and probe("ib"))

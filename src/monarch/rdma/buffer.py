@@ -43,7 +43,8 @@ class RDMABuffer:
             RuntimeError: no backend may be used, or the memoryview is not one of bytes.
             RdmaInitError: the configuration names a device that can't be.
 
-        Cost: 30 us, whatever the size; nothing is copied. The first one of a process takes milliseconds.
+        Cost: 30 us, whatever the size; nothing is copied. The first one of a process takes milliseconds, or a second on a
+        machine with an RDMA device, which is tried then.
         """
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(data, torch.Tensor) and data.is_cuda:
