@@ -1,0 +1,166 @@
+"""The relay of one host, as an actor in a process of its own: it fetches what readers of its host, or relays behind it, ask for.
+
+Read next: `relays.py` for what is fetched when, `copies.py` for where it is put, `sources.py` for who asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from monarch._runtime.future import Future
+from monarch.actor import Actor, Port, endpoint
+from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
+from monarch.rdma.errors import RDMAError
+from monarch.rdma.relays import Answer, Question, Relay, upstreams_of
+from monarch.rdma.sources import Relays, Source, own_host
+
+_logger = logging.getLogger("monarch.rdma")
+_LEAST_PIECE, _MOST_PIECE = 1 << 19, 16 << 20
+_PIECES = 32
+"""Of a version, if it is neither small nor large. Those behind a relay read a piece while it reads the next."""
+_AHEAD = 2
+"""Pieces that are on their way at once, so that the link does not wait for us."""
+_PATIENCE_S = 30
+"""How long one piece may take before another upstream is tried."""
+_JOIN_S = 5.0
+
+
+class RelayActor(Actor):
+    """See the head of this file."""
+
+    def __init__(self, size: int, copies: int, spares: int) -> None:
+        # With one, a fetch would take away what readers of this host are reading.
+        self._copies = Copies(size, copies=max(2, copies), spares=spares)
+        self._piece = min(_MOST_PIECE, max(_LEAST_PIECE, size // _PIECES))
+        self._relay: Relay[Port[Copy | None]] = Relay()
+        self._lock = threading.Lock()
+        self._upstreams: list[Source] = []
+        self._lost: set[str] = set()
+        """Owners of upstreams whose loss is in the log."""
+        self._starts: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="monarch-relay", daemon=True)
+        self._thread.start()
+
+    @endpoint
+    def place(self) -> tuple[str, PublishedCopies]:
+        """The host that this is for, and where others read."""
+        return own_host(), self._copies.published
+
+    @endpoint
+    def connect(self, relays: Relays, owner: PublishedCopies) -> None:
+        """Say from whom to read."""
+        before = [relays[position] for position in upstreams_of(relays.position_of(own_host()))]
+        self._upstreams = [*before, Source(owner, None)]
+
+    @endpoint(explicit_response_port=True)
+    def wait_copy(self, port: Port[Copy | None], question: Question, timeout: int) -> None:
+        """A copy that answers the question; None: it did not come within `timeout` seconds."""
+        with self._lock:
+            answers, starts = self._relay.ask(question, port, time.monotonic() + timeout)
+        self._act(answers, starts=starts)
+
+    def _act(self, answers: list[Answer[Port[Copy | None]]], *, starts: bool = False) -> None:
+        for answer in answers:
+            if answer.failure is not None:
+                answer.who.exception(answer.failure)
+            else:
+                answer.who.send(answer.copy)
+        if starts:
+            self._starts.put(True)
+
+    # --- on the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._starts.get():
+            try:
+                self._fetch()
+            except Exception as exc:
+                with self._lock:
+                    answers = self._relay.failed(exc)
+                self._act(answers)
+
+    def _fetch(self) -> None:
+        """Fetch what is wanted from the first upstream that has it.
+
+        Raises:
+            Exception: that of the last upstream.
+        """
+        for at, upstream in enumerate(self._upstreams):
+            try:
+                whole = self._fetch_from(upstream, self._relay.wanted)
+            except RDMAError as exc:
+                if at == len(self._upstreams) - 1:
+                    raise
+                self._say_lost(upstream, exc)
+                continue
+            with self._lock:
+                answers, starts = self._relay.finished(whole) if whole is not None else self._relay.overtaken(time.monotonic())
+            self._act(answers, starts=starts)
+            return
+
+    def _fetch_from(self, upstream: Source, least: int) -> Copy | None:
+        """Fill a copy; None: what was being read has been overwritten."""
+        there = upstream.wait_copy(Question(least, NOTHING, 1), _PATIENCE_S)
+        if there == NOTHING:
+            return None
+        source = upstream.copies.bytes_of(there.slot, _PATIENCE_S)
+        memory = self._copies.begin(there.number, there.version)
+        reads: deque[tuple[int, Future[None]]] = deque()
+        done = asked = 0
+        try:
+            while done < self._copies.size:
+                while len(reads) < _AHEAD and asked < there.arrived:
+                    end = min(there.arrived, asked + self._piece)
+                    reads.append((end, source[asked:end].read_into(memory[asked:end], timeout=_PATIENCE_S)))
+                    asked = end
+                if reads:
+                    reads[0][1].get()
+                    done = reads.popleft()[0]
+                    now = upstream.copies.look(there.slot, _PATIENCE_S)
+                else:
+                    now = upstream.wait_copy(Question(least, there, done + 1), _PATIENCE_S)
+                if not now.is_same(there):
+                    return None
+                there = now
+                if 0 < done < self._copies.size:
+                    with self._lock:
+                        answers = self._relay.arrived(self._copies.arrived(done))
+                    self._act(answers)
+            return self._copies.finish()
+        finally:
+            for _, read in reads:  # they still write to the memory, which may be filled anew then
+                read.exception()
+            self._copies.abandon()
+
+    def _say_lost(self, upstream: Source, failure: RDMAError) -> None:
+        if upstream.copies.owner not in self._lost:
+            self._lost.add(upstream.copies.owner)
+            _logger.warning("weights can't be had from the relay before this one: relay=%s reason=%s", upstream.copies.owner, failure)
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        self._starts.put(False)
+        self._thread.join(_JOIN_S)
+        self._copies.close()
+
+
+def start_relays(hosts: Any, owner: PublishedCopies, size: int, *, copies: int, spares: int) -> tuple[Any, Relays]:
+    """Start a relay on each host of a mesh; the processes, which end with whoever calls, and the relays.
+
+    A relay that dies is nobody's failure: who reads from it reads elsewhere.
+    """
+    from monarch.actor import Ignore
+
+    procs = hosts.spawn_procs(name="weights-relay")
+    mesh = procs.supervised(Ignore()).spawn("relay", RelayActor, size, copies, spares).flatten("rank")
+    places = [(rank, *place) for rank, place in enumerate(mesh.place.call().get().values())]
+    # One on the owner's host would only send the weights through the owner's link once more.
+    relays = Relays(mesh, [place for place in places if place[1] != own_host()])
+    ranks = [rank for rank, host, _ in places if host != own_host()]
+    for rank in ranks:
+        mesh.slice(rank=rank).connect.call_one(relays, owner).get()
+    return procs, relays
