@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from monarch._base.errors import explain
@@ -71,18 +71,28 @@ def _some(names: set[str]) -> str:
 
 
 def target_of(value: Any, part: Part) -> Any:
-    """What to read into: the value itself as one dimension, or a bytearray, from which `copy_in` copies afterwards."""
-    if _torch_of(value) is not None:
+    """What to read into: the bytes of the value itself, or a bytearray, from which `copy_in` copies afterwards."""
+    torch = _torch_of(value)
+    if torch is not None:
         if value.device.type == "cpu" and value.is_contiguous():
-            return value.view(-1)
+            return value.detach().view(-1).view(torch.uint8)
     elif value.flags.c_contiguous and value.flags.writeable:
-        return value.reshape(-1)
-    return bytearray(part.nbytes)
+        return value.reshape(-1).view("uint8")
+    return memoryview(bytearray(part.nbytes))
+
+
+def within(targets: Mapping[str, Any], parts: Mapping[str, Part], start: int, end: int) -> Iterator[tuple[Any, int, int]]:
+    """For each target that has a part of bytes `start` to `end` of a copy: what of it, and where that begins and ends in the copy."""
+    for name, target in targets.items():
+        part = parts[name]
+        low, high = max(start, part.offset), min(end, part.offset + part.nbytes)
+        if low < high:
+            yield target[low - part.offset : high - part.offset], low, high
 
 
 def copy_in(data: Any, value: Any, part: Part) -> None:
     """Copy what `target_of` gave into the value, unless it was read in place."""
-    if not isinstance(data, bytearray) or not part.nbytes:
+    if not isinstance(data, memoryview) or not part.nbytes:
         return
     torch = _torch_of(value)
     if torch is not None:

@@ -36,7 +36,7 @@ class RelayActor(Actor):
     def __init__(self, size: int, copies: int, spares: int) -> None:
         # With one, a fetch would take away what readers of this host are reading.
         self._copies = Copies(size, copies=max(2, copies), spares=spares)
-        self._piece = min(_MOST_PIECE, max(_LEAST_PIECE, size // _PIECES))
+        self._piece = min(_MOST_PIECE, max(_LEAST_PIECE, size // _PIECES // _LEAST_PIECE * _LEAST_PIECE))
         self._relay: Relay[Port[Copy | None]] = Relay()
         self._lock = threading.Lock()
         self._upstreams: list[Source] = []

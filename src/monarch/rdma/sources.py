@@ -15,6 +15,10 @@ from monarch.rdma.errors import RDMAError, RDMATimeout
 from monarch.rdma.relays import Question
 
 
+class FetchError(RDMAError):
+    """A relay lives, and could not get what it was asked for."""
+
+
 class Source(NamedTuple):
     """Copies, and whom to ask for those that are not there yet."""
 
@@ -27,21 +31,22 @@ class Source(NamedTuple):
 
         Raises:
             RDMATimeout: it has not come in time.
-            RDMAError: the owner or the relay has ended, or the relay could not get it.
+            FetchError: the relay could not get it.
+            RDMAError: the owner or the relay has ended.
         """
         if self.relay is None:
             return self.copies.newest(timeout)
-        late = f"the relay of this host got no whole version within {timeout} s"
-        hint = "give more time; or publish less often, or with more copies: WeightPublisher(..., copies=3)"
         try:
             copy: Copy | None = self.relay.wait_copy.call_one(question, timeout).get(timeout + 1)
         except TimeoutError:
             copy = None
-        except (ActorError, SupervisionError) as exc:
-            why = exc.exception if isinstance(exc, ActorError) else exc
-            raise RDMAError(explain(f"the relay can't give the weights: {why}", where=self.copies.owner)) from exc
+        except ActorError as exc:
+            raise FetchError(explain(f"the relay could not get the weights: {exc.exception}", where=self.copies.owner)) from exc
+        except SupervisionError as exc:
+            raise RDMAError(explain(f"the relay has ended: {exc}", where=self.copies.owner)) from exc
         if copy is None:
-            raise RDMATimeout(explain(late, where=self.copies.owner, next=hint))
+            hint = "give more time; or publish less often, or with more copies: WeightPublisher(..., copies=3)"
+            raise RDMATimeout(explain(f"the relay got no version whole within {timeout} s", where=self.copies.owner, next=hint))
         return copy
 
 

@@ -22,22 +22,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from monarch._base.errors import explain
 from monarch.rdma.action import RDMAAction
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError, RDMATimeout
 from monarch.rdma.mapped import MappedWeights
-from monarch.rdma.parts import Part, check_known, check_same, copy_in, copy_out, parts_of, target_of
+from monarch.rdma.parts import Part, check_known, check_same, copy_in, copy_out, parts_of, target_of, within
 from monarch.rdma.relay_actor import start_relays
 from monarch.rdma.relays import Question
-from monarch.rdma.sources import Relays, Source, own_host
+from monarch.rdma.sources import FetchError, Relays, Source, own_host
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh, ProcMesh
 
 T = TypeVar("T")
+Use: TypeAlias = Callable[[Source, Copy, float], T | None]
 _logger = logging.getLogger("monarch.rdma")
 _MOST_COPIES = 16
 _STOP_S = 20.0
@@ -153,17 +154,23 @@ class Weights:
         check_same(self.parts, wanted, what="pulled", partly=True)
         targets = {name: target_of(value, self.parts[name]) for name, value in wanted.items()}
 
-        def read(source: Source, copy: Copy, left_s: int) -> bool | None:
-            memory = source.copies.bytes_of(copy.slot, left_s)
-            action = RDMAAction()
-            for name, target in targets.items():
-                part = self.parts[name]
-                if part.nbytes:
-                    action.read_remote(target, memory[part.offset : part.offset + part.nbytes])
-            action.submit(timeout=left_s).get()
-            return source.copies.look(copy.slot, left_s).is_same(copy) or None
+        def read(source: Source, copy: Copy, deadline_s: float) -> bool | None:
+            memory, done = source.copies.bytes_of(copy.slot, _left(deadline_s)), 0
+            while True:
+                action = RDMAAction()
+                for target, start, end in within(targets, self.parts, done, copy.arrived):
+                    action.read_remote(target, memory[start:end])
+                action.submit(timeout=_left(deadline_s)).get()
+                now, done = source.copies.look(copy.slot, _left(deadline_s)), copy.arrived
+                if now.is_same(copy) and done == now.arrived < source.copies.size:
+                    now = source.wait_copy(Question(copy.number, copy, done + 1), _left(deadline_s))
+                if not now.is_same(copy):
+                    return None
+                if done == source.copies.size:
+                    return True
+                copy = now
 
-        copy, _ = self._use(read, timeout)
+        copy, _ = self._use(read, 1, timeout)
         for name, value in wanted.items():
             copy_in(targets[name], value, self.parts[name])
         return copy.version
@@ -188,45 +195,48 @@ class Weights:
         parts = self.parts if names is None else dict.fromkeys(names)
         check_known(self.parts, parts)
 
-        def lease(source: Source, copy: Copy, left_s: int) -> Any:
+        def lease(source: Source, copy: Copy, deadline_s: float) -> Any:
             if not source.copies.is_near:
                 what = "weights can be mapped only on a machine that has them in shared memory"
                 hint = "give this host a relay: WeightPublisher(..., hosts=...); or pull() them"
                 raise RDMAError(explain(what, where=source.copies.owner, next=hint))
-            return source.copies.map(copy, left_s)
+            return source.copies.map(copy, _left(deadline_s))
 
-        copy, memory = self._use(lease, timeout)
+        copy, memory = self._use(lease, self._owner.copies.size, timeout)
         return MappedWeights(copy.version, memory, {name: self.parts[name] for name in parts})
 
-    def _use(self, use: Callable[[Source, Copy, int], T | None], timeout: int) -> tuple[Copy, T]:
-        """Do something with a copy that is new enough, until it was there all the time: then `use` gives something."""
+    def _use(self, use: Use[T], nbytes: int, timeout: int) -> tuple[Copy, T]:
+        """Do something with a copy that is new enough and of which `nbytes` are there, until it has been there all the time.
+
+        Args:
+            use: gives None when it has not.
+        """
         deadline_s = time.monotonic() + timeout
         published = self._published(deadline_s)
-        while len(sources := self._own_sources()) > 1:
+        sources = self._own_sources()
+        if len(sources) > 1:
             try:
-                return self._use_source(sources[0], NOTHING, published.number, use, deadline_s, timeout)
+                return self._use_source(sources[0], NOTHING, published.number, use, nbytes, deadline_s)
             except RDMATimeout:
                 raise
             except RDMAError as exc:
-                self._sources = sources[1:]
-                what = "the relay of this host is lost, weights come from their owner now: relay=%s reason=%s"
-                _logger.warning(what, sources[0].copies.owner, exc)
-        return self._use_source(self._owner, published, published.number, use, deadline_s, timeout)
+                if not isinstance(exc, FetchError):
+                    self._sources = sources[1:]
+                _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
+        return self._use_source(self._owner, published, published.number, use, nbytes, deadline_s)
 
-    def _use_source(
-        self, source: Source, copy: Copy, least: int, use: Callable[[Source, Copy, int], T | None], deadline_s: float, timeout: int
-    ) -> tuple[Copy, T]:
+    def _use_source(self, source: Source, copy: Copy, least: int, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
         while True:
             if copy.stamp and copy.number >= least:
-                used = use(source, copy, _left(deadline_s))
+                used = use(source, copy, deadline_s)
                 if used is not None:
                     return copy, used
                 if time.monotonic() >= deadline_s:
                     hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"
-                    raise RDMATimeout(explain(f"no version could be read whole within {timeout} s: the next ones came too soon", next=hint))
+                    raise RDMATimeout(explain("no version could be read whole in time: the next ones came too soon", next=hint))
             copy = source.copies.newest(_left(deadline_s))
             if source.relay is not None and copy.number < least:
-                copy = source.wait_copy(Question(least, NOTHING, source.copies.size), _left(deadline_s))
+                copy = source.wait_copy(Question(least, NOTHING, nbytes), _left(deadline_s))
 
     def _published(self, deadline_s: float) -> Copy:
         """The owner's newest copy, once it has one: the only one may be being filled."""
