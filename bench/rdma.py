@@ -1,10 +1,10 @@
 """One-sided memory against what the machine can do: the kernel's copy on one host, raw sockets between two.
 
-usage: rdma.py [--rounds N] [--mib N] [SECTION ...]      SECTION: local, network
+usage: rdma.py [--rounds N] [--mib N] [SECTION ...]      SECTION: local, network, weights, weights_hosts
 
 Every round measures ours and the floors in turns, so that a slow moment of the machine hits all; values are medians, ratios
 are medians of the ratios of each round. `network` needs root on Linux with iproute2: owner and reader are in two network
-namespaces joined by veth. Prints one `name value unit` a line.
+namespaces joined by veth; so does `weights_hosts`. Prints one `name value unit` a line.
 
 Measures:
     memcpy, vm_readv         floors: a copy within a process; `process_vm_readv` by one thread
@@ -13,6 +13,10 @@ Measures:
     read_over_vm_readv       and the like: ours over the floor, in bandwidth
     batch_1000x4KiB          one action of 1,000 reads
     register, handle         making a buffer of the largest size; bytes of it pickled
+    weights_pull             1 or 4 readers of one host pull the same version at once; `..._4_over_1`: their time over that of one
+    weights_mapped           the same with `mapped()`, until the arrays are there; `..._summed`: until every byte of them was read
+    weights_hosts            one reader on each of 1 or 3 hosts with relays, at `LINK_RATE`; floor: the bytes over that rate
+    weights_link             what the learner's link carries for it, in versions
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -39,7 +44,10 @@ from measure import now, out, remark
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
 PORT, RAW_PORT = 26600, 26700
-SECTIONS = ("local", "network")
+SECTIONS = ("local", "network", "weights", "weights_hosts")
+READERS, RELAYED = 4, 3
+LINK_RATE, LINK_MIB = "200mbit", 64
+"""Slow enough that two processors move the bytes of four hosts."""
 CONNECTIONS = 4
 WAIT_S = 60.0
 _REQUEST = struct.Struct("<Q")
@@ -285,6 +293,167 @@ def network(rounds: int, mib: int) -> None:
                 process.wait()
 
 
+# --------------------------------------------------------------------------------------------------------------- weights
+
+
+def weight_classes() -> tuple[Any, Any]:
+    import numpy as np
+
+    from monarch.actor import Actor, endpoint
+    from monarch.rdma import WeightPublisher
+
+    class Learner(Actor):
+        """Publishes 16 arrays."""
+
+        def __init__(self, nbytes: int) -> None:
+            self.state = {f"layer{number}": np.ones(nbytes // 16 // 4, np.float32) for number in range(16)}
+
+        @endpoint
+        def start(self, hosts: Any) -> Any:
+            self.publisher = WeightPublisher(self.state, hosts=hosts)
+            return self.publisher.weights
+
+        @endpoint
+        def publish(self) -> float:
+            began = now()
+            self.publisher.publish(self.state)
+            return now() - began
+
+        @endpoint
+        def close(self) -> None:
+            self.publisher.close()
+
+    class Reader(Actor):
+        """Reads them in every way."""
+
+        def __init__(self, handle: Any) -> None:
+            self.weights = handle
+            self.into = {name: np.zeros(part.shape, part.dtype) for name, part in handle.parts.items()}
+            self.mapped: Any = None
+
+        @endpoint
+        def pull(self) -> int:
+            return int(self.weights.pull(self.into))
+
+        @endpoint
+        def map(self) -> int:
+            self.mapped = self.weights.mapped()
+            return int(self.mapped.version)
+
+        @endpoint
+        def sum(self) -> float:
+            return float(sum(value.sum() for value in self.mapped.values()))
+
+        @endpoint
+        def unmap(self) -> None:
+            self.mapped.close()
+
+    return Learner, Reader
+
+
+def weights(rounds: int, mib: int) -> None:
+    """Publisher and readers on one host."""
+    from monarch.actor import shutdown_context, this_host
+
+    learner_class, reader_class = weight_classes()
+    nbytes = mib * MIB
+    procs = this_host().spawn_procs({"procs": 1 + READERS})
+    learner = procs.slice(procs=0).spawn("learner", learner_class, nbytes)
+    readers = procs.slice(procs=slice(1, None)).spawn("readers", reader_class, learner.start.call_one(None).get(WAIT_S))
+    table, publishing = Table(), []
+    for number in range(rounds + 1):
+        publishing.append(learner.publish.call_one().get(WAIT_S))
+        for count in (1, READERS):
+            some = readers.slice(procs=slice(0, count))
+            pull = seconds_of(lambda some=some: some.pull.call().get(WAIT_S), 1)  # type: ignore[misc]
+            mapped = seconds_of(lambda some=some: some.map.call().get(WAIT_S), 1)  # type: ignore[misc]
+            summed = mapped + seconds_of(lambda some=some: some.sum.call().get(WAIT_S), 1)  # type: ignore[misc]
+            some.unmap.call().get(WAIT_S)
+            for name, seconds in (("pull", pull), ("mapped", mapped), ("mapped_summed", summed)):
+                if number:
+                    table.add(f"{name}_{count}", seconds)
+    out(f"weights_publish_{label(nbytes)}", statistics.median(publishing), "s")
+    for name, taken in table.rows.items():
+        out(f"weights_{name}_{label(nbytes)}", statistics.median(taken), "s")
+    for name in ("pull", "mapped", "mapped_summed"):
+        pairs = zip(table.rows[f"{name}_{READERS}"], table.rows[f"{name}_1"], strict=True)
+        out(f"weights_{name}_{READERS}_over_1_{label(nbytes)}", statistics.median([many / one for many, one in pairs]), "x")
+    learner.close.call_one().get(WAIT_S)
+    shutdown_context().get(WAIT_S)
+
+
+def weights_client(addresses: list[str], ready: str, links: list[str], rounds: int) -> None:
+    """A learner on the first host, readers and relays on the others."""
+    from monarch.actor import attach_to_workers, shutdown_context
+
+    learner_class, reader_class = weight_classes()
+    nbytes = LINK_MIB * MIB
+    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=addresses)
+    mesh.initialized.get(WAIT_S)
+    procs = mesh.spawn_procs()
+    learner = procs.slice(hosts=0).spawn("learner", learner_class, nbytes)
+    handle = learner.start.call_one(mesh).get(WAIT_S)
+    readers = procs.slice(hosts=slice(1, None)).spawn("readers", reader_class, handle)
+    readers.pull.call().get(WAIT_S)
+    Path(ready).touch()
+    while Path(ready).exists():  # until the links are slow
+        time.sleep(0.01)
+    table = Table()
+    for _ in range(rounds):
+        for count in (1, RELAYED):
+            learner.publish.call_one().get(WAIT_S)
+            some, before = readers.slice(hosts=slice(0, count)), sent_bytes(links)
+            table.add(f"hosts_{count}", seconds_of(lambda some=some: some.pull.call().get(WAIT_S), 1))  # type: ignore[misc]
+            table.add(f"link_{count}", (sent_bytes(links) - before) / nbytes)
+    for name, values in table.rows.items():
+        out(f"weights_{name}_{label(nbytes)}", statistics.median(values), "s" if name.startswith("hosts") else "x")
+    pairs = zip(table.rows[f"hosts_{RELAYED}"], table.rows["hosts_1"], strict=True)
+    out(f"weights_hosts_{RELAYED}_over_1_{label(nbytes)}", statistics.median([many / one for many, one in pairs]), "x")
+    learner.close.call_one().get(WAIT_S)
+    mesh.stop().get(WAIT_S)
+    shutdown_context().get(WAIT_S)
+
+
+def sent_bytes(link: list[str]) -> int:
+    """By the link that `ip` is to show with these arguments."""
+    done = subprocess.run(["ip", *link], capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+def weights_hosts(rounds: int, mib: int) -> None:
+    """Four namespaces, whose links are slow, and a client."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from system.hosts import Hosts
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), "MONARCH_RDMA_TRANSPORTS": "tcp"}
+    environment.pop("MONARCH_SECRET", None)
+    with Hosts() as rig, tempfile.TemporaryDirectory() as folder:
+        learner_host, *others = rig[: 1 + RELAYED]
+        processes = []
+        for host in (learner_host, *others):
+            address = f"tcp://{host.ip}:{PORT}"
+            server = f"from monarch.actor import run_worker_loop_forever as f; f(address={address!r}, ca='trust_all_connections')"
+            processes.append(host.run(server, env=environment, stdout=subprocess.DEVNULL))
+        ready = Path(folder) / "ready"
+        link = ["-n", str(learner_host.namespace), "-json", "-s", "link", "show", "dev", learner_host.interface]
+        addresses = [f"tcp://{host.ip}:{PORT}" for host in (learner_host, *others)]
+        options = json.dumps([addresses, str(ready), link, rounds])
+        client = subprocess.Popen([sys.executable, __file__, "--weights-client", options], env=environment)
+        try:
+            while not ready.exists() and client.poll() is None:
+                time.sleep(0.05)
+            for host in (learner_host, *others):
+                host.limit(LINK_RATE)
+            ready.unlink(missing_ok=True)
+            if client.wait(240):
+                remark(f"weights_hosts failed: exit status {client.returncode}")
+        finally:
+            for process in (*processes, client):
+                process.kill()
+                process.wait()
+    out(f"weights_hosts_floor_{label(LINK_MIB * MIB)}", LINK_MIB * MIB * 8 / (int(LINK_RATE.removesuffix("mbit")) * 1e6), "s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION")
@@ -292,15 +461,18 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="largest size")
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--weights-client", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.raw:
         raw_server()
     elif options.client:
         network_client(*json.loads(options.client))
+    elif options.weights_client:
+        weights_client(*json.loads(options.weights_client))
     else:
         for section in options.sections or SECTIONS:
-            {"local": local, "network": network}[section](options.rounds, options.mib)
+            {"local": local, "network": network, "weights": weights, "weights_hosts": weights_hosts}[section](options.rounds, options.mib)
 
 
 if __name__ == "__main__":

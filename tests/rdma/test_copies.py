@@ -119,7 +119,10 @@ def test_a_copy_that_is_gone_or_being_filled_is_not_mapped(make):
 def test_without_spares_it_is_told_who_maps_what(make):
     owner = make(copies=2, spares=1)
     kept = [owner.published.map(fill(owner, number), 10) for number in (1, 2, 3)]
-    text = rf"readers map all 3 copies(?s:.*)pid {os.getpid()} \(\S+\) maps version 10; (?s:.*)version 30(?s:.*)spares="
+    who = rf"by pid {os.getpid()} \(\S+\)"
+    text = (
+        rf"of 3 copies of the weights readers map all but the newest\n.*version 10 {who}; version 20 {who}; version 30 {who}(?s:.*)spares="
+    )
     with pytest.raises(RDMAError, match=text):
         owner.begin(4, 40)
     assert owner.newest().number == 3

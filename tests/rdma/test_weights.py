@@ -162,7 +162,7 @@ def test_a_tensor_of_mapped_weights_keeps_them_until_it_is_gone():
     left = mapped["a"]
     mapped.close()
     publisher.publish(state(2))
-    with publisher.weights.mapped() as second, pytest.raises(RDMAError, match="readers map all 2 copies"):
+    with publisher.weights.mapped() as second, pytest.raises(RDMAError, match="of 2 copies of the weights readers map all but the newest"):
         publisher.publish(state(3))
     assert np.array_equal(left, state(1)["a"]) and second.version == 1
     del left

@@ -187,11 +187,12 @@ class Copies:
 
     def _all_mapped(self) -> RDMAError:
         versions = {copy.slot: copy.version for copy in self._all()}
-        who = [f"pid {pid} ({command}) maps version {versions[offset // self._stride]}" for pid, command, offset in holders_of(self._name)]
+        held = sorted({(versions[offset // self._stride], pid, command) for pid, command, offset in holders_of(self._name)})
+        who = [f"version {version} by pid {pid} ({command})" for version, pid, command in held]
         return RDMAError(
             explain(
-                f"there is no room for the next version: readers map all {self._most} copies of the weights but the newest",
-                where="; ".join(who) or "processes of other users",
+                f"there is no room for the next version: of {self._most} copies of the weights readers map all but the newest",
+                where="; ".join(who) or "in processes of other users",
                 next="close() what weights.mapped() gave, or publish with more spares: WeightPublisher(..., spares=8)",
             )
         )

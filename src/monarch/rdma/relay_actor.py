@@ -10,13 +10,13 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import NamedTuple
 
 from monarch._runtime.future import Future
-from monarch.actor import Actor, Port, endpoint
+from monarch.actor import Actor, Ignore, Port, ProcMesh, endpoint
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError
-from monarch.rdma.relays import Answer, Question, Relay, upstreams_of
+from monarch.rdma.relays import Answer, Question, Relay
 from monarch.rdma.sources import Relays, Source, own_host
 
 _logger = logging.getLogger("monarch.rdma")
@@ -30,6 +30,14 @@ _PATIENCE_S = 30
 _JOIN_S = 5.0
 
 
+class Guest(NamedTuple):
+    """Who wants what is published now."""
+
+    port: Port[Copy | None]
+    nbytes: int
+    deadline_s: float
+
+
 class RelayActor(Actor):
     """See the head of this file."""
 
@@ -40,11 +48,14 @@ class RelayActor(Actor):
         self._relay: Relay[Port[Copy | None]] = Relay()
         self._lock = threading.Lock()
         self._upstreams: list[Source] = []
+        """The nearest first, the owner last."""
         self._lost: set[str] = set()
         """Owners of upstreams whose loss is in the log."""
         self._starts: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="monarch-relay", daemon=True)
-        self._thread.start()
+        self._guests: queue.SimpleQueue[Guest | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=run, name="monarch-relay", daemon=True) for run in (self._run, self._receive)]
+        for thread in self._threads:
+            thread.start()
 
     @endpoint
     def place(self) -> tuple[str, PublishedCopies]:
@@ -54,14 +65,22 @@ class RelayActor(Actor):
     @endpoint
     def connect(self, relays: Relays, owner: PublishedCopies) -> None:
         """Say from whom to read."""
-        before = [relays[position] for position in upstreams_of(relays.position_of(own_host()))]
-        self._upstreams = [*before, Source(owner, None)]
+        if relays.at(own_host()) is not None:
+            self._upstreams = [*relays.before(own_host()), Source(owner, None)]
+
+    @endpoint(explicit_response_port=True)
+    def newest(self, port: Port[Copy | None], nbytes: int, timeout: int) -> None:
+        """A copy as new as what is published now, or newer, of which so many bytes are there; see `wait_copy`."""
+        self._guests.put(Guest(port, nbytes, time.monotonic() + timeout))
 
     @endpoint(explicit_response_port=True)
     def wait_copy(self, port: Port[Copy | None], question: Question, timeout: int) -> None:
         """A copy that answers the question; None: it did not come within `timeout` seconds."""
+        self._ask(question, port, time.monotonic() + timeout)
+
+    def _ask(self, question: Question, port: Port[Copy | None], deadline_s: float) -> None:
         with self._lock:
-            answers, starts = self._relay.ask(question, port, time.monotonic() + timeout)
+            answers, starts = self._relay.ask(question, port, deadline_s)
         self._act(answers, starts=starts)
 
     def _act(self, answers: list[Answer[Port[Copy | None]]], *, starts: bool = False) -> None:
@@ -73,7 +92,19 @@ class RelayActor(Actor):
         if starts:
             self._starts.put(True)
 
-    # --- on the thread -------------------------------------------------------------------------------------------
+    # --- on the thread that looks what is published ---------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while guests := _all_in(self._guests):
+            try:  # one look for all who came before it
+                published = self._upstreams[-1].newest(1, _PATIENCE_S)
+            except Exception as exc:
+                self._act([Answer(guest.port, None, exc) for guest in guests])
+                continue
+            for guest in guests:
+                self._ask(Question(published.number, NOTHING, guest.nbytes), guest.port, guest.deadline_s)
+
+    # --- on the thread that fetches -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._starts.get():
@@ -121,21 +152,25 @@ class RelayActor(Actor):
                 if reads:
                     reads[0][1].get()
                     done = reads.popleft()[0]
+                    if done < self._copies.size:
+                        self._announce(done)
                     now = upstream.copies.look(there.slot, _PATIENCE_S)
                 else:
                     now = upstream.wait_copy(Question(least, there, done + 1), _PATIENCE_S)
                 if not now.is_same(there):
                     return None
                 there = now
-                if 0 < done < self._copies.size:
-                    with self._lock:
-                        answers = self._relay.arrived(self._copies.arrived(done))
-                    self._act(answers)
             return self._copies.finish()
         finally:
             for _, read in reads:  # they still write to the memory, which may be filled anew then
                 read.exception()
             self._copies.abandon()
+
+    def _announce(self, done: int) -> None:
+        """Let others read what has come. Should it have been overwritten upstream, they find that this copy never becomes whole."""
+        with self._lock:
+            answers = self._relay.arrived(self._copies.arrived(done))
+        self._act(answers)
 
     def _say_lost(self, upstream: Source, failure: RDMAError) -> None:
         if upstream.copies.owner not in self._lost:
@@ -144,23 +179,30 @@ class RelayActor(Actor):
 
     def __cleanup__(self, exc: Exception | None) -> None:
         self._starts.put(False)
-        self._thread.join(_JOIN_S)
+        self._guests.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
         self._copies.close()
 
 
-def start_relays(hosts: Any, owner: PublishedCopies, size: int, *, copies: int, spares: int) -> tuple[Any, Relays]:
-    """Start a relay on each host of a mesh; the processes, which end with whoever calls, and the relays.
+def _all_in(guests: queue.SimpleQueue[Guest | None]) -> list[Guest]:
+    """All that are there, one at least; none: it is over."""
+    found = [guests.get()]
+    while not guests.empty():
+        found.append(guests.get())
+    return [guest for guest in found if guest is not None] if None not in found else []
+
+
+def start_relays(procs: ProcMesh, owner: PublishedCopies, size: int, *, copies: int, spares: int) -> Relays:
+    """Start a relay in each of these processes, which are of different hosts.
 
     A relay that dies is nobody's failure: who reads from it reads elsewhere.
     """
-    from monarch.actor import Ignore
-
-    procs = hosts.spawn_procs(name="weights-relay")
     mesh = procs.supervised(Ignore()).spawn("relay", RelayActor, size, copies, spares).flatten("rank")
-    places = [(rank, *place) for rank, place in enumerate(mesh.place.call().get().values())]
-    # One on the owner's host would only send the weights through the owner's link once more.
-    relays = Relays(mesh, [place for place in places if place[1] != own_host()])
-    ranks = [rank for rank, host, _ in places if host != own_host()]
-    for rank in ranks:
-        mesh.slice(rank=rank).connect.call_one(relays, owner).get()
-    return procs, relays
+    places: dict[str, tuple[int, PublishedCopies]] = {}
+    for rank, (host, published) in enumerate(mesh.place.call().get().values()):
+        if host != own_host():  # that would only send the weights through the owner's link once more
+            places.setdefault(host, (rank, published))
+    relays = Relays(mesh, places)
+    mesh.connect.call(relays, owner).get()
+    return relays

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from monarch._base.errors import explain
 from monarch._runtime.faults import ActorError, SupervisionError
+from monarch._runtime.future import Future
 from monarch.actor.process import this_process
 from monarch.rdma.copies import Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError, RDMATimeout
-from monarch.rdma.relays import Question
+from monarch.rdma.relays import Question, upstreams_of
 
 
 class FetchError(RDMAError):
@@ -26,6 +27,19 @@ class Source(NamedTuple):
     relay: Any
     """The actor (`RelayActor`) that fills them; None: they are the owner's, who publishes when he likes."""
 
+    def newest(self, nbytes: int, timeout: int) -> Copy:
+        """A copy that is at least as new as what is published now, and of which `nbytes` are there.
+
+        Returns:
+            `NOTHING` while the owner's only copy is being filled.
+
+        Raises:
+            See `wait_copy`.
+        """
+        if self.relay is None:
+            return self.copies.newest(timeout)
+        return self._ask(self.relay.newest.call_one(nbytes, timeout), timeout)
+
     def wait_copy(self, question: Question, timeout: int) -> Copy:
         """A copy that answers the question; of the owner, the newest.
 
@@ -36,8 +50,11 @@ class Source(NamedTuple):
         """
         if self.relay is None:
             return self.copies.newest(timeout)
+        return self._ask(self.relay.wait_copy.call_one(question, timeout), timeout)
+
+    def _ask(self, answer: Future[Copy | None], timeout: int) -> Copy:
         try:
-            copy: Copy | None = self.relay.wait_copy.call_one(question, timeout).get(timeout + 1)
+            copy = answer.get(timeout + 1)
         except TimeoutError:
             copy = None
         except ActorError as exc:
@@ -53,31 +70,26 @@ class Source(NamedTuple):
 class Relays:
     """The relays of a publisher. Picklable. Thread: any."""
 
-    def __init__(self, mesh: Any, places: list[tuple[int, str, PublishedCopies]]) -> None:
+    def __init__(self, mesh: Any, places: dict[str, tuple[int, PublishedCopies]]) -> None:
         """Args:
         mesh: of `RelayActor`, of one dimension.
-        places: rank in it, host and copies of each relay that is used, in the order of `relays.upstreams_of`.
+        places: by host, rank in the mesh and copies of its relay, in the order of `relays.upstreams_of`.
         """
         self._mesh = mesh
         self._places = places
 
     def at(self, host: str) -> Source | None:
         """The relay of a host; None: it has none."""
-        return next((self._source(position) for position, (_, name, _) in enumerate(self._places) if name == host), None)
-
-    def position_of(self, host: str) -> int:
-        """Which one it is; KeyError: none."""
-        return {name: position for position, (_, name, _) in enumerate(self._places)}[host]
-
-    def _source(self, position: int) -> Source:
-        rank, _, copies = self._places[position]
+        if host not in self._places:
+            return None
+        rank, copies = self._places[host]
         return Source(copies, self._mesh.slice(rank=rank))
 
-    def __getitem__(self, position: int) -> Source:
-        return self._source(position)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def before(self, host: str) -> list[Source]:
+        """Those from which the relay of a host may read, the nearest first."""
+        hosts = list(self._places)
+        found = [self.at(hosts[position]) for position in upstreams_of(hosts.index(host))]
+        return [source for source in found if source is not None]
 
     def __reduce__(self) -> tuple[object, ...]:
         return Relays, (self._mesh, self._places)

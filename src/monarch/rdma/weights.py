@@ -78,7 +78,12 @@ class WeightPublisher:
         self.publish(state, version=version)
         relays = None
         if hosts is not None:
-            self._procs, relays = start_relays(hosts, self._copies.published, size, copies=copies, spares=spares)
+            self._procs = hosts.spawn_procs(name="weights-relay")
+            try:
+                relays = start_relays(self._procs, self._copies.published, size, copies=copies, spares=spares)
+            except BaseException:
+                self.close()
+                raise
         self.weights = Weights(self._copies.published, parts, relays)
         """The handle; the same for all versions."""
 
@@ -130,7 +135,7 @@ class Weights:
 
     def version(self, *, timeout: int = 60) -> int:
         """The version that is published now. Cost: one small one-sided read, of the owner's memory."""
-        return self._published(time.monotonic() + timeout).version
+        return self._use_source(self._owner, lambda *_: True, 1, time.monotonic() + timeout)[0].version
 
     def pull(self, into: Mapping[str, Any], *, names: Iterable[str] | None = None, timeout: int = 60) -> int:
         """Copy published weights into tensors or arrays of this process; all of one version, at least as new as `version()` is now.
@@ -212,40 +217,27 @@ class Weights:
             use: gives None when it has not.
         """
         deadline_s = time.monotonic() + timeout
-        published = self._published(deadline_s)
         sources = self._own_sources()
         if len(sources) > 1:
             try:
-                return self._use_source(sources[0], NOTHING, published.number, use, nbytes, deadline_s)
+                return self._use_source(sources[0], use, nbytes, deadline_s)
             except RDMATimeout:
                 raise
             except RDMAError as exc:
                 if not isinstance(exc, FetchError):
                     self._sources = sources[1:]
                 _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
-        return self._use_source(self._owner, published, published.number, use, nbytes, deadline_s)
+        return self._use_source(self._owner, use, nbytes, deadline_s)
 
-    def _use_source(self, source: Source, copy: Copy, least: int, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
+    def _use_source(self, source: Source, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
         while True:
-            if copy.stamp and copy.number >= least:
-                used = use(source, copy, deadline_s)
-                if used is not None:
-                    return copy, used
-                if time.monotonic() >= deadline_s:
-                    hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"
-                    raise RDMATimeout(explain("no version could be read whole in time: the next ones came too soon", next=hint))
-            copy = source.copies.newest(_left(deadline_s))
-            if source.relay is not None and copy.number < least:
-                copy = source.wait_copy(Question(least, NOTHING, nbytes), _left(deadline_s))
-
-    def _published(self, deadline_s: float) -> Copy:
-        """The owner's newest copy, once it has one: the only one may be being filled."""
-        while True:
-            copy = self._owner.copies.newest(_left(deadline_s))
-            if copy != NOTHING:
-                return copy
+            copy = source.newest(nbytes, _left(deadline_s))
+            used = use(source, copy, deadline_s) if copy != NOTHING else None
+            if used is not None:
+                return copy, used
             if time.monotonic() >= deadline_s:
-                raise RDMATimeout(explain("no version was whole in time: the owner publishes all the time, with one copy", next="copies=2"))
+                hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"
+                raise RDMATimeout(explain("no version could be read whole in time: the next ones came too soon", next=hint))
 
     def _own_sources(self) -> list[Source]:
         if not self._sources:
