@@ -64,6 +64,15 @@ def test_who_follows_what_was_overtaken_gets_what_comes_instead(other):
     assert relay.arrived(other) == [Answer("next", other)]
 
 
+def test_what_came_from_an_upstream_that_has_ended_is_no_answer_any_more():
+    relay: Relay[str] = Relay()
+    relay.ask(whole(1), "a", 9.0)
+    relay.arrived(copy(1, 50))
+    relay.cut_off()
+    assert relay.ask(Question(1, NOTHING, 1), "next", 9.0) == ([], False)
+    assert relay.arrived(copy(1, 10, attempt=2)) == [Answer("next", copy(1, 10, attempt=2))]
+
+
 def test_whose_time_is_over_hears_so_and_nothing_is_fetched_for_him():
     relay: Relay[str] = Relay()
     relay.ask(whole(1), "early", 1.0)

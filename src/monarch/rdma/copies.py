@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from monarch._base.errors import explain
 from monarch.rdma.buffer import RDMABuffer
-from monarch.rdma.errors import RDMAError
+from monarch.rdma.errors import NoRoomError, RDMAError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
 from monarch.rdma.vm_transport import machine
@@ -120,7 +120,7 @@ class Copies:
         """The memory to fill with a publication. Its slot holds nothing until `arrived` or `finish`.
 
         Raises:
-            RDMAError: all slots are mapped; the text says by whom.
+            NoRoomError: all slots are mapped; the text says by whom.
         """
         slot = self._choose()
         self._attempts = (self._attempts + 1) % _ATTEMPTS
@@ -185,11 +185,11 @@ class Copies:
         _lock(self._fd, fcntl.F_WRLCK, slot)
         return slot
 
-    def _all_mapped(self) -> RDMAError:
+    def _all_mapped(self) -> NoRoomError:
         versions = {copy.slot: copy.version for copy in self._all()}
         held = sorted({(versions[offset // self._stride], pid, command) for pid, command, offset in holders_of(self._name)})
         who = [f"version {version} by pid {pid} ({command})" for version, pid, command in held]
-        return RDMAError(
+        return NoRoomError(
             explain(
                 f"there is no room for the next version: of {self._most} copies of the weights readers map all but the newest",
                 where="; ".join(who) or "in processes of other users",

@@ -16,8 +16,8 @@ from monarch.rdma.parts import Part, view_of
 class MappedWeights(Mapping[str, Any]):
     """Name to tensor, or read-only array, of one version. Thread: any, one at a time for `close`.
 
-    The version is kept by its publisher until this is closed and no tensor of it is left. Writing to a tensor changes it in this process
-    only, at the price of a copy of each page that is written to.
+    The version is kept by its publisher until this is closed and no tensor of it is left, here or in a fork of this process. Writing to
+    a tensor changes it in this process only, at the price of a copy of each page that is written to.
     """
 
     def __init__(self, version: int, memory: mmap.mmap, parts: Mapping[str, Part]) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from monarch._runtime.future import Future
 from monarch.actor import Actor, Ignore, Port, ProcMesh, endpoint
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
-from monarch.rdma.errors import RDMAError
+from monarch.rdma.errors import NoRoomError, RDMAError
 from monarch.rdma.relays import Answer, Question, Relay
 from monarch.rdma.sources import Relays, Source, own_host
 
@@ -51,6 +51,7 @@ class RelayActor(Actor):
         """The nearest first, the owner last."""
         self._lost: set[str] = set()
         """Owners of upstreams whose loss is in the log."""
+        self._ends = threading.Event()
         self._starts: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._guests: queue.SimpleQueue[Guest | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, name="monarch-relay", daemon=True) for run in (self._run, self._receive)]
@@ -124,9 +125,13 @@ class RelayActor(Actor):
         for at, upstream in enumerate(self._upstreams):
             try:
                 whole = self._fetch_from(upstream, self._relay.wanted)
+            except NoRoomError:
+                raise
             except RDMAError as exc:
                 if at == len(self._upstreams) - 1:
                     raise
+                with self._lock:
+                    self._relay.cut_off()
                 self._say_lost(upstream, exc)
                 continue
             with self._lock:
@@ -145,6 +150,8 @@ class RelayActor(Actor):
         done = asked = 0
         try:
             while done < self._copies.size:
+                if self._ends.is_set():
+                    raise RDMAError("the relay is being stopped")
                 while len(reads) < _AHEAD and asked < there.arrived:
                     end = min(there.arrived, asked + self._piece)
                     reads.append((end, source[asked:end].read_into(memory[asked:end], timeout=_PATIENCE_S)))
@@ -178,6 +185,7 @@ class RelayActor(Actor):
             _logger.warning("weights can't be had from the relay before this one: relay=%s reason=%s", upstream.copies.owner, failure)
 
     def __cleanup__(self, exc: Exception | None) -> None:
+        self._ends.set()
         self._starts.put(False)
         self._guests.put(None)
         for thread in self._threads:

@@ -97,6 +97,10 @@ class Relay(Generic[A]):
         self.coming = copy
         return self._settle()[0]
 
+    def cut_off(self) -> None:
+        """What has come so far is worth nothing; the fetch goes on from another upstream."""
+        self.coming = NOTHING
+
     def finished(self, copy: Copy) -> tuple[list[Answer[A]], bool]:
         """The fetch has ended well; see `ask`."""
         self.whole, self.coming, self.is_fetching = copy, NOTHING, False

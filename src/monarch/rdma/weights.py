@@ -109,9 +109,12 @@ class WeightPublisher:
             if version is None:
                 version = last.version + 1
             memory = self._copies.begin(last.number + 1, version)
-            for name, part in self._parts.items():
-                copy_out(state[name], memory, part)
-            self._copies.finish()
+            try:
+                for name, part in self._parts.items():
+                    copy_out(state[name], memory, part)
+                self._copies.finish()
+            finally:
+                self._copies.abandon()
         return version
 
     def close(self) -> None:
@@ -195,7 +198,7 @@ class Weights:
             RDMATimeout: a relay did not get them in time.
             RDMAError: the owner has ended, or closed the publisher; or it is on another machine, and this host has no relay.
 
-        Cost: tens of microseconds, and the page faults of what is looked at.
+        Cost: 0.1 ms, 1 ms by way of a relay, and the page faults of what is looked at.
         """
         parts = self.parts if names is None else dict.fromkeys(names)
         check_known(self.parts, parts)
