@@ -176,6 +176,10 @@ def test_mapped_tensors_may_be_written_to_and_nobody_else_sees_it():
     publisher = WeightPublisher(model)
     with publisher.weights.mapped() as mine, publisher.weights.mapped() as yours:
         assert all(torch.equal(mine[name], value) and mine[name].dtype == value.dtype for name, value in model.items())
+        layer = torch.nn.Linear(4, 3, bias=False)
+        with publisher.weights.mapped(names=["weight"]) as only:
+            layer.load_state_dict(only)
+        assert torch.equal(layer.weight, model["weight"])
         mine["weight"].add_(1)
         assert torch.equal(yours["weight"], model["weight"]) and not torch.equal(mine["weight"], model["weight"])
     publisher.close()

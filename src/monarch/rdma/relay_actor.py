@@ -21,7 +21,7 @@ from monarch.rdma.sources import Relays, Source, own_host
 
 _logger = logging.getLogger("monarch.rdma")
 _LEAST_PIECE, _MOST_PIECE = 1 << 19, 16 << 20
-_PIECES = 32
+_PIECES = 64
 """Of a version, if it is neither small nor large. Those behind a relay read a piece while it reads the next."""
 _AHEAD = 2
 """Pieces that are on their way at once, so that the link does not wait for us."""

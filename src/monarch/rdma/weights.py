@@ -198,7 +198,7 @@ class Weights:
             RDMATimeout: a relay did not get them in time.
             RDMAError: the owner has ended, or closed the publisher; or it is on another machine, and this host has no relay.
 
-        Cost: 0.1 ms, 1 ms by way of a relay, and the page faults of what is looked at.
+        Cost: 0.5 ms, whatever the size, and the page faults of what is looked at. To a GPU it is one copy: `load_state_dict(mapped)`.
         """
         parts = self.parts if names is None else dict.fromkeys(names)
         check_known(self.parts, parts)
