@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -189,5 +190,31 @@ def test_weights_of_another_machine_are_not_mapped(monkeypatch):
     publisher = WeightPublisher(state(1))
     monkeypatch.setattr(copies_module, "machine", lambda: (b"another boot of it", 1))
     with pytest.raises(RDMAError, match=r"only on a machine that has them(?s:.*)hosts=\.\.\."):
+        publisher.weights.mapped()
+    publisher.close()
+
+
+def test_a_publication_that_breaks_off_changes_nothing():
+    torch = pytest.importorskip("torch")
+    publisher = WeightPublisher({"a": torch.zeros(3)}, version=5, copies=1)
+    with pytest.raises(NotImplementedError):
+        publisher.publish({"a": torch.zeros(3, device="meta")})
+    assert publisher.publish({"a": torch.ones(3)}) == 6
+    into = {"a": torch.zeros(3)}
+    assert publisher.weights.pull(into) == 6 and torch.equal(into["a"], torch.ones(3))
+    publisher.close()
+    with pytest.raises(RDMAError, match=r"taken back by close\(\)"):
+        publisher.publish({"a": torch.ones(3)})
+
+
+def test_without_memory_files_weights_are_pulled_and_not_mapped(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    publisher = WeightPublisher(state(1))
+    monkeypatch.undo()
+    into = state(0)
+    for value in range(2, 5):
+        publisher.publish(state(value))
+        assert publisher.weights.pull(into) == value - 1 and same(into, state(value))
+    with pytest.raises(RDMAError, match="only on a machine that has them in shared memory"):
         publisher.weights.mapped()
     publisher.close()

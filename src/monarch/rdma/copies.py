@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from monarch._base.errors import explain
 from monarch.rdma.buffer import RDMABuffer
-from monarch.rdma.errors import NoRoomError, RDMAError
+from monarch.rdma.errors import NoRoomError, RDMAError, UnavailableError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
 from monarch.rdma.vm_transport import machine
@@ -98,13 +98,14 @@ class Copies:
         self._most = copies + spares
         self._stride = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._name = f"monarch-weights-{os.urandom(8).hex()}"
-        self._fd = _memory_file(self._name, self._stride * self._most)
         self._slots: list[memoryview] = []
         header = memoryview(mmap.mmap(-1, self._most * (_WORDS * _WORD_BYTES + _HANDLE.size)))
         self._handles = header[self._most * _WORDS * _WORD_BYTES :]
         self._words = (ctypes.c_int64 * (self._most * _WORDS)).from_buffer(header)  # an item is stored at once
         self._buffers = [RDMABuffer(header.toreadonly())]
         self._attempts = 0
+        self._is_closed = False
+        self._fd = _memory_file(self._name, self._stride * self._most)
         file = None
         if self._fd >= 0:
             file = MemoryFile(*machine(), os.getpid(), self._fd, self._name, self._stride)
@@ -121,7 +122,10 @@ class Copies:
 
         Raises:
             NoRoomError: all slots are mapped; the text says by whom.
+            RDMAError: they were closed.
         """
+        if self._is_closed:
+            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
         slot = self._choose()
         self._attempts = (self._attempts + 1) % _ATTEMPTS
         self._filling = Copy(slot, (number * _ATTEMPTS + self._attempts) * 2, version, 0)
@@ -198,7 +202,8 @@ class Copies:
         )
 
     def close(self) -> None:
-        """Take the memory back. Who has mapped it keeps it."""
+        """Take the memory back. Who has mapped it keeps it. Harmless twice."""
+        self._is_closed = True
         for buffer in self._buffers:
             buffer.drop().get()
         if self._fd >= 0:
@@ -262,13 +267,15 @@ class PublishedCopies:
             None: it is not there any more.
 
         Raises:
-            RDMAError: the owner has ended, or is another user's.
+            UnavailableError: the owner has ended, or is another user's.
         """
         assert self._file is not None
         try:
             fd = _open(self._file)
         except OSError as exc:
-            raise RDMAError(explain(f"the memory of the weights can't be opened: {exc}", where=self.owner, next="pull() them")) from exc
+            raise UnavailableError(
+                explain(f"the memory of the weights can't be opened: {exc}", where=self.owner, next="pull() them")
+            ) from exc
         try:
             if not _lock(fd, fcntl.F_RDLCK, copy.slot) or not self.look(copy.slot, timeout).is_same(copy):
                 return None

@@ -24,6 +24,10 @@ class NoRoomError(RDMAError):
     """Readers map every copy of published weights that could be filled anew."""
 
 
+class UnavailableError(RDMAError):
+    """Who was asked for weights lives, and can't give them (so)."""
+
+
 class RdmaInitError(Exception):
     """No transfer is possible in this process: nothing that could carry one is available, or it is misconfigured."""
 

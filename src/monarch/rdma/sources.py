@@ -12,12 +12,8 @@ from monarch._runtime.faults import ActorError, SupervisionError
 from monarch._runtime.future import Future
 from monarch.actor.process import this_process
 from monarch.rdma.copies import Copy, PublishedCopies
-from monarch.rdma.errors import RDMAError, RDMATimeout
+from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
 from monarch.rdma.relays import Question, upstreams_of
-
-
-class FetchError(RDMAError):
-    """A relay lives, and could not get what it was asked for."""
 
 
 class Source(NamedTuple):
@@ -45,7 +41,7 @@ class Source(NamedTuple):
 
         Raises:
             RDMATimeout: it has not come in time.
-            FetchError: the relay could not get it.
+            UnavailableError: the relay could not get it.
             RDMAError: the owner or the relay has ended.
         """
         if self.relay is None:
@@ -58,7 +54,7 @@ class Source(NamedTuple):
         except TimeoutError:
             copy = None
         except ActorError as exc:
-            raise FetchError(explain(f"the relay could not get the weights: {exc.exception}", where=self.copies.owner)) from exc
+            raise UnavailableError(explain(f"the relay could not get the weights: {exc.exception}", where=self.copies.owner)) from exc
         except SupervisionError as exc:
             raise RDMAError(explain(f"the relay has ended: {exc}", where=self.copies.owner)) from exc
         if copy is None:

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from monarch._base.errors import explain
 from monarch.rdma.action import RDMAAction
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
-from monarch.rdma.errors import RDMAError, RDMATimeout
+from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
 from monarch.rdma.mapped import MappedWeights
 from monarch.rdma.parts import Part, check_known, check_same, copy_in, copy_out, parts_of, target_of, within
 from monarch.rdma.relay_actor import start_relays
 from monarch.rdma.relays import Question
-from monarch.rdma.sources import FetchError, Relays, Source, own_host
+from monarch.rdma.sources import Relays, Source, own_host
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh, ProcMesh
@@ -74,6 +74,7 @@ class WeightPublisher:
         self._parts = parts
         self._lock = threading.Lock()
         self._copies = Copies(size, copies=copies, spares=spares)
+        self._last = NOTHING
         self._procs: ProcMesh | None = None
         self.publish(state, version=version)
         relays = None
@@ -99,20 +100,19 @@ class WeightPublisher:
 
         Raises:
             ValueError: another name, shape or type; nothing was published.
-            RDMAError: readers map every copy but the newest, and there are no more spares; the text says who. Nothing was published.
+            RDMAError: readers map every copy but the newest, and there are no more spares; the text says who. Or it was closed.
 
         Cost: one copy of the weights; what is on a GPU is copied from there.
         """
         check_same(self._parts, state, what="published")
         with self._lock:
-            last = self._copies.newest()
             if version is None:
-                version = last.version + 1
-            memory = self._copies.begin(last.number + 1, version)
+                version = self._last.version + 1
+            memory = self._copies.begin(self._last.number + 1, version)
             try:
                 for name, part in self._parts.items():
                     copy_out(state[name], memory, part)
-                self._copies.finish()
+                self._last = self._copies.finish()
             finally:
                 self._copies.abandon()
         return version
@@ -207,7 +207,7 @@ class Weights:
             if not source.copies.is_near:
                 what = "weights can be mapped only on a machine that has them in shared memory"
                 hint = "give this host a relay: WeightPublisher(..., hosts=...); or pull() them"
-                raise RDMAError(explain(what, where=source.copies.owner, next=hint))
+                raise UnavailableError(explain(what, where=source.copies.owner, next=hint))
             return source.copies.map(copy, _left(deadline_s))
 
         copy, memory = self._use(lease, self._owner.copies.size, timeout)
@@ -227,7 +227,7 @@ class Weights:
             except RDMATimeout:
                 raise
             except RDMAError as exc:
-                if not isinstance(exc, FetchError):
+                if not isinstance(exc, UnavailableError):
                     self._sources = sources[1:]
                 _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
         return self._use_source(self._owner, use, nbytes, deadline_s)
