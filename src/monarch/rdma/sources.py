@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from monarch._base.errors import explain
-from monarch._runtime.faults import ActorError, SupervisionError
+from monarch._runtime.faults import SupervisionError
 from monarch._runtime.future import Future
 from monarch.actor.process import this_process
 from monarch.rdma.copies import Copy, PublishedCopies
@@ -51,10 +51,10 @@ class Source(NamedTuple):
     def _ask(self, answer: Future[Copy | None], timeout: int) -> Copy:
         try:
             copy = answer.get(timeout + 1)
+        except RDMAError as exc:
+            raise UnavailableError(explain(f"the relay could not get the weights: {exc}", where=self.copies.owner)) from exc
         except TimeoutError:
             copy = None
-        except ActorError as exc:
-            raise UnavailableError(explain(f"the relay could not get the weights: {exc.exception}", where=self.copies.owner)) from exc
         except SupervisionError as exc:
             raise RDMAError(explain(f"the relay has ended: {exc}", where=self.copies.owner)) from exc
         if copy is None:
