@@ -9,7 +9,8 @@ Rules of this file:
     1. One publication is fetched at a time, and none that nobody has asked for.
     2. Who asks gets a publication that is at least as new as the one asked for, as soon as it has come as far as asked for; a newer
        one counts as well.
-    3. Every question is answered: with a copy, with the failure of the fetch, or with `None` when its time is over.
+    3. Every question is answered: with a copy, with the failure of the fetch, or, when that has to begin anew after the asker's time
+       is over, with `None`.
 
 Read next: `relay_actor.py`, which does it; `copies.py` for where the bytes are.
 """
@@ -29,7 +30,7 @@ A = TypeVar("A")
 def upstreams_of(position: int) -> Iterator[int]:
     """The relays from which a relay may read, the nearest first; after them comes the owner."""
     while position:
-        # As in `_mounts/delivery.py`, which asks for pieces of files and passes over nobody but the source.
+        # The same rows as in `_mounts/delivery.py`, a layer above, where whoever has lost his upstream asks the source.
         position -= 1 if position % ROW else ROW
         yield position
 
