@@ -182,8 +182,6 @@ def current_size() -> dict[str, int]:
     return dict(context().message_rank.extent.items())
 
 
-
-
 def _chain(instance: Instance | CreatorInstance) -> str:
     own = f"<{ROOT}>" if instance.class_name is None else f"<{instance.class_name} {instance.name}{instance.rank}>"
     return own if instance.creator is None else f"{_chain(instance.creator)}.{own}"

@@ -312,8 +312,7 @@ class ProcMesh(ShapedMesh):
         if not others:
             return Future._completed(rows)
         answers = [
-            process.proc.request(agent_at(address), Activity([ref.uid for ref in refs]))
-            for address, refs in by_agent(others).items()
+            process.proc.request(agent_at(address), Activity([ref.uid for ref in refs])) for address, refs in by_agent(others).items()
         ]
         return gather(answers)._then(lambda parts: rows + [row for part in parts for row in part.actors])
 
