@@ -64,6 +64,7 @@ TABLE: dict[str, dict[str, str]] = {
         "monarch.gather_mount.gather_mount": "GatherMount gather_mount _NOTIFY_BATCH_S _point_to_key",
         "monarch._mounts.gather_source": "GatherSourceActor",
     },
+    "monarch._src.job.mount_config": {"monarch._mounts.mount_config": "GatherMountEntry Mounts MountsHandle RemoteMountEntry"},
     "monarch.tools.debug_env": {
         "monarch.actor.debug_server": "_MONARCH_DEBUG_SERVER_HOST_ENV_VAR _MONARCH_DEBUG_SERVER_PORT_ENV_VAR "
         "_MONARCH_DEBUG_SERVER_PROTOCOL_ENV_VAR"
@@ -76,8 +77,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "monarch._src.rdma.rdma": {
         "monarch.rdma": "RDMAAction RDMABuffer RDMAReadTransferWarning RDMATcpFallbackWarning RDMAWriteTransferWarning "
-        "is_ibverbs_available is_rdma_available _RdmaAction=RDMAAction _RdmaBuffer=RDMABuffer",
-        "monarch.rdma.buffer": "get_rdma_backend pt_cuda_allocator_compatibility=has_expandable_segments "
+        "is_ibverbs_available is_rdma_available",
+        "monarch.rdma.action": "_RdmaAction=RDMAAction",
+        "monarch.rdma.buffer": "get_rdma_backend _RdmaBuffer=RDMABuffer pt_cuda_allocator_compatibility=has_expandable_segments "
         "_check_cuda_expandable_segments_enabled=_check_cuda_allocator",
         "monarch.rdma.memory": "_assert_1d_contiguous=check_contiguous _evict_local_memory=evict _get_tensor_addr_and_size=place_of_tensor "
         "_local_memory_cache=local_memory_cache _local_memory_cache_lock=_cache_lock _local_memory_cache_refs=_cache_refs "
@@ -88,7 +90,9 @@ TABLE: dict[str, dict[str, str]] = {
         "_ensure_init_rdma_manager_on_mesh=ensure_ready_on _rdma_manager_init_cache=_ready _rdma_manager_init_cache_lock=_ready_lock",
     },
     "monarch._rust_bindings.rdma": {
-        "monarch.rdma": "RdmaInitError is_ibverbs_available _RdmaAction=RDMAAction _RdmaBuffer=RDMABuffer",
+        "monarch.rdma": "RdmaInitError is_ibverbs_available",
+        "monarch.rdma.action": "_RdmaAction=RDMAAction",
+        "monarch.rdma.buffer": "_RdmaBuffer=RDMABuffer",
         "monarch.rdma.backend": "rdma_supported",
         "monarch.rdma.memory": "_LocalMemoryHandle=LocalMemory _RdmaMemoryRegionView=Place _WeakLocalMemoryHandle=WeakMemory "
         "_assert_1d_contiguous=check_contiguous _get_tensor_addr_and_size=place_of_tensor "
@@ -102,6 +106,7 @@ TABLE: dict[str, dict[str, str]] = {
         "monarch._mounts.chain": "ChainCtx ChainServer ChainSession connect ctx_close ctx_wait_into forward new_ctx send_block "
         "send_block_to_port serve serve_port"
     },
+    "monarch._rust_bindings.monarch_extension.readonly_fuse": {"monarch._mounts.actor_files": "mount_read_only_filesystem"},
     "monarch._rust_bindings.monarch_hyperactor.shape": {_SHAPE: "Extent Point Region Shape Slice"},
     "monarch._rust_bindings.monarch_hyperactor.channel": {"monarch.config": "BindSpec ChannelTransport"},
     "monarch._rust_bindings.monarch_hyperactor.config": {
@@ -124,6 +129,7 @@ _PACKAGES = {path.rsplit(".", depth)[0] for path in TABLE for depth in (1, 2)} &
     "monarch._src.actor.debugger",
     "monarch._src.rdma",
     "monarch._src.gather_mount",
+    "monarch._src.job",
     "monarch._rust_bindings.monarch_hyperactor",
     "monarch._rust_bindings.monarch_extension",
 }

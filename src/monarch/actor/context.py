@@ -100,6 +100,10 @@ class Instance:
 
     kill = abort
 
+    def _as_rust(self) -> Instance:
+        """What programs for PyTorch Monarch hand to its private functions."""
+        return self
+
     def set_system(self) -> None:
         """Mark this actor as infrastructure, which listings leave out."""
         cell = self._cell
