@@ -33,16 +33,6 @@ CHUNK_BYTES = 64 << 10
 STREAMS = 128
 
 
-class _Chunk(NamedTuple):
-    """A part of a block, as it travels."""
-
-    tag: int
-    total: int
-    """Bytes of the block."""
-    offset: int
-    data: Any
-
-
 class ChainCtx:
     """Where the blocks of one process of a row come together. Thread: any."""
 
@@ -61,21 +51,26 @@ class ChainCtx:
         """Somebody receives for this context, until None comes to `port`."""
         self._listeners.append(port)
 
-    def take(self, chunk: _Chunk) -> None:
-        """A chunk has come."""
+    def take_chunk(self, tag: int, total: int, offset: int, data: Any) -> None:
+        """A part of a block has come.
+
+        Args:
+            tag: of the sender's.
+            total: bytes of the block.
+        """
         with self._changed:
             if not self._left:
-                if not 0 < chunk.total <= self._block_size or chunk.offset:
-                    self.fail(f"a block of {chunk.total} bytes began at {chunk.offset}, in a chain of blocks of {self._block_size}")
+                if not 0 < total <= self._block_size or offset:
+                    self.fail(f"a block of {total} bytes began at {offset}, in a chain of blocks of {self._block_size}")
                     return
-                self._blocks.append(bytearray(chunk.total))
-                self._left = chunk.total
+                self._blocks.append(bytearray(total))
+                self._left = total
             block = self._blocks[-1]
-            if chunk.offset != len(block) - self._left or len(chunk.data) > self._left:
-                self.fail(f"{len(chunk.data)} bytes at {chunk.offset} came, {self._left} at {len(block) - self._left} were next")
+            if offset != len(block) - self._left or len(data) > self._left:
+                self.fail(f"{len(data)} bytes at {offset} came, {self._left} at {len(block) - self._left} were next")
                 return
-            block[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
-            self._left -= len(chunk.data)
+            block[offset : offset + len(data)] = data
+            self._left -= len(data)
             if not self._left:
                 self._changed.notify_all()
 
@@ -118,17 +113,17 @@ class ChainServer:
 class ChainSession(NamedTuple):
     """The way to a process of a row."""
 
-    port: Port[_Chunk]
+    port: Port[Any]
 
 
 def _relay(receiver: PortReceiver[Any], successor: ChainSession | None, ctx: ChainCtx) -> None:
     while (chunk := receiver.recv().get()) is not None:
         if successor is not None:
-            successor.port.send(_travelling(*chunk))
-        ctx.take(_Chunk(*chunk))
+            successor.port.send(_chunk(*chunk))
+        ctx.take_chunk(*chunk)
 
 
-def _travelling(tag: int, total: int, offset: int, data: Any) -> Any:
+def _chunk(tag: int, total: int, offset: int, data: Any) -> Any:
     return tag, total, offset, pickle.PickleBuffer(data)
 
 
@@ -180,7 +175,7 @@ def send_block(session: ChainSession, data: Any, chunk_size: int, tag: int, used
         if not total or chunk_size <= 0:
             raise ValueError(explain(f"{total} bytes can't be sent in chunks of {chunk_size}", next="send something, in chunks of 64 KiB"))
         for offset in range(0, total, chunk_size):
-            session.port.send(_travelling(tag, total, offset, bytes(sent[offset : offset + chunk_size])))
+            session.port.send(_chunk(tag, total, offset, bytes(sent[offset : offset + chunk_size])))
         return total
 
 
