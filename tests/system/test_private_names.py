@@ -195,11 +195,12 @@ def test_blocks_come_down_a_chain_to_the_mounts_of_all_processes(tmp_path):
     leader.set_fuse_actors.call_one(mounts).get()
     addresses = [address for _, address in sorted((rank, address) for _, (rank, address) in mounts.cbc_listen.call().get().items())]
     mounts.cbc_start.call(addresses).get()
-    reading = Reading(places[2] + "/f")
+    reading = [Reading(place + "/f") for place in places[1:]]
     wait_until(lambda: client.heard.call_one().get() == [0])
     assert send_block(connect(addresses[0]), content, CBC_CHUNK, 0) == len(content)
     leader.await_block.call_one(0, [], len(content)).get()
-    assert [Path(place, "f").read_bytes() for place in places[:2]] == [content] * 2 and reading.result() == content
+    assert [Path(places[0], "f").read_bytes(), *(one.result() for one in reading)] == [content] * 3
+    assert client.heard.call_one().get() == [0]
     mounts.refresh_mount.call({"/": {**index["/"], "children": []}}).get()
     assert os.listdir(places[0]) == []
     for rank, place in enumerate(places):

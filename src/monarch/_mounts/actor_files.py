@@ -28,10 +28,11 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from monarch._base.errors import explain
+from monarch._base.errors import InternalError, explain
 from monarch._mounts import mounting
 from monarch._mounts.filesystem import LIVE, ROOT, Attr, Entry, Later, Opened
 from monarch._mounts.fuse_server import FuseServer
@@ -176,7 +177,9 @@ class ActorMountHandle:
 
 def _let_go(path: str, server: FuseServer, answers: Worker) -> None:
     mounting.unmount(path, lazy=True)
-    server.stop()
+    # The collector may run this on a thread of the server, which ends by itself when nobody uses the mount any more.
+    with suppress(InternalError):
+        server.stop()
     answers.close()
 
 

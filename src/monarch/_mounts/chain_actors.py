@@ -33,6 +33,8 @@ class RemoteMountLeader(Actor):
         """
         self._client = client
         self._mounts: Any = None
+        self._asked: set[int] = set()
+        """Blocks that the client was told of, and that are not in the mounts."""
 
     @endpoint
     def set_fuse_actors(self, fuse_actors: Any) -> None:
@@ -48,12 +50,16 @@ class RemoteMountLeader(Actor):
         """
         if self._mounts is None:
             raise RuntimeError(explain("nobody has a mount yet", next="call set_fuse_actors first"))
-        self._mounts.receive_via_cbcast.call(block, stale, nbytes).get(timeout=_BLOCK_S)
+        try:
+            self._mounts.receive_via_cbcast.call(block, stale, nbytes).get(timeout=_BLOCK_S)
+        finally:
+            self._asked.discard(block)
 
     @endpoint
     def enqueue(self, block: int) -> None:
-        """A reader waits for a block."""
-        if self._client is not None:
+        """A reader waits for a block; the client hears of it once."""
+        if self._client is not None and block not in self._asked:
+            self._asked.add(block)
             self._client.enqueue.broadcast(block)
 
 
@@ -85,10 +91,13 @@ class FUSEActor(Actor):
         """
         if self._handle is not None:
             raise RuntimeError(explain(f"this actor has a mount already, at {self._path!r}", next="unmount it first"))
+        wanted = None if self._enqueue is None else self._enqueue.broadcast
         notes.remember(mount_point)
-        enqueue = self._enqueue
-        wanted = None if enqueue is None else enqueue.broadcast
-        self._handle = mount_chunked_fuse(meta, meta["/"].get("total_size", 0), mount_point, wanted)
+        try:
+            self._handle = mount_chunked_fuse(meta, meta["/"].get("total_size", 0), mount_point, wanted)
+        except BaseException:
+            notes.forget(mount_point)
+            raise
         self._path = mount_point
 
     @endpoint

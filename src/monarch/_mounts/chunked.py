@@ -25,11 +25,12 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from monarch._base.buffers import address_of
-from monarch._base.errors import explain
+from monarch._base.errors import InternalError, explain
 from monarch._mounts import mounting
 from monarch._mounts.filesystem import ROOT, Attr, Entry, Habits, Later, Opened
 from monarch._mounts.fuse_server import FuseServer
@@ -365,7 +366,9 @@ class FuseMountHandle:
 
 def _let_go(path: str, server: FuseServer, faults: Worker) -> None:
     mounting.unmount(path, lazy=True)
-    server.stop()
+    # The collector may run this on a thread of the server, which ends by itself when nobody uses the mount any more.
+    with suppress(InternalError):
+        server.stop()
     faults.close()
 
 
