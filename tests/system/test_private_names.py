@@ -134,7 +134,14 @@ def test_a_stale_file_is_eio_also_to_who_waits_for_it(chunked, tmp_path):
 
 
 @needs_fuse
-def test_an_unmounted_handle_says_so(chunked):
+def test_an_unmounted_handle_says_so_and_leaves_what_is_mounted_there_later(chunked, tmp_path):
+    handle = chunked(index_of(1))
+    handle.unmount()
+    later = chunked(index_of(1, names=["later"]))
+    handle.unmount()
+    handle.close()
+    assert os.listdir(tmp_path) == ["later"]
+    later.unmount()
     handle = chunked(index_of(1))
     with pytest.raises(ValueError, match="there is no block -1"):
         handle.block_ptr(-1)

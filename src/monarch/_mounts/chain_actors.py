@@ -142,9 +142,11 @@ class FUSEActor(Actor):
     @endpoint
     def unmount(self, path: str) -> tuple[str, str]:
         """End the mount at `path`, whoever has made it: one of "ok", "not_mounted", "busy", "error", and what the system said."""
-        status, detail = mounting.unmount(path)
-        if path == self._path and status in ("ok", "not_mounted"):
-            self._let_go()
+        if self._handle is None or path != self._path:
+            return mounting.unmount(path)
+        status, detail = self._handle.try_unmount()
+        if status in ("ok", "not_mounted"):
+            self._forget()
         return status, detail
 
     def _mounted(self) -> FuseMountHandle:
@@ -152,11 +154,9 @@ class FUSEActor(Actor):
             raise RuntimeError(explain("this actor has no mount", next="call mount first"))
         return self._handle
 
-    def _let_go(self) -> None:
-        if self._handle is not None:
-            self._handle.close()
-            notes.forget(self._path)
-            self._handle, self._path = None, ""
+    def _forget(self) -> None:
+        notes.forget(self._path)
+        self._handle, self._path = None, ""
 
     def _end_chain(self) -> None:
         if self._ctx is not None:
@@ -165,4 +165,6 @@ class FUSEActor(Actor):
 
     def __cleanup__(self, exc: Exception | None) -> None:
         self._end_chain()
-        self._let_go()
+        if self._handle is not None:
+            self._handle.close()
+            self._forget()

@@ -298,6 +298,7 @@ class FuseMountHandle:
         self._path = path
         self._server = server
         self._files = files
+        self._faults = faults
         self._end = weakref.finalize(self, _let_go, path, server, faults)
 
     def unmount(self) -> None:
@@ -306,13 +307,20 @@ class FuseMountHandle:
         Raises:
             RuntimeError: somebody uses it; with what the system said.
         """
-        if not self._end.alive:
-            return
-        status, detail = mounting.unmount(self._path)
+        status, detail = self.try_unmount()
         if status in ("busy", "error"):
             next = "close what is open there, and unmount() again"
             raise RuntimeError(explain(f"{self._path!r} can't be unmounted: {status}", next=next, detail=detail))
-        self._end()
+
+    def try_unmount(self) -> tuple[mounting.Status, str]:
+        """As `unmount`, and as `mounting.unmount` says how it went."""
+        if not self._end.alive:
+            return "not_mounted", ""
+        status, detail = mounting.unmount(self._path)
+        # Detached, for the end of this object must not unmount what others mount at this path from now on.
+        if status in ("ok", "not_mounted") and self._end.detach() is not None:
+            _stop(self._server, self._faults)
+        return status, detail
 
     def close(self) -> None:
         """End the mount whoever uses it: what is open there is ENOTCONN from now on. Harmless twice."""
@@ -366,6 +374,10 @@ class FuseMountHandle:
 
 def _let_go(path: str, server: FuseServer, faults: Worker) -> None:
     mounting.unmount(path, lazy=True)
+    _stop(server, faults)
+
+
+def _stop(server: FuseServer, faults: Worker) -> None:
     # The collector may run this on a thread of the server, which ends by itself when nobody uses the mount any more.
     with suppress(InternalError):
         server.stop()
