@@ -1,6 +1,6 @@
 """One-sided memory against what the machine can do: the kernel's copy on one host, raw sockets between two.
 
-usage: rdma.py [--rounds N] [--mib N] [SECTION ...]      SECTION: local, network, weights, weights_hosts
+usage: rdma.py [--rounds N] [--mib N] [--peer PYTHON] [SECTION ...]      SECTION: local, network, weights, weights_hosts
 
 Every round measures ours and the floors in turns, so that a slow moment of the machine hits all; values are medians, ratios
 are medians of the ratios of each round. `network` needs root on Linux with iproute2: owner and reader are in two network
@@ -125,7 +125,33 @@ class Table:
         out(f"{prefix}{ours}_over_{floor}_{label(nbytes)}", statistics.median([low / own for own, low in pairs]), "x")
 
 
-def local(rounds: int, mib: int) -> None:
+class Side:
+    """The other implementation, in a process of its own."""
+
+    def __init__(self, python: str, sizes: list[int]) -> None:
+        command = [python, str(ROOT / "bench" / "rdma_side.py"), json.dumps(sizes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.register_s = self._answer()
+
+    def seconds(self, name: str, nbytes: int, times: int) -> float:
+        assert self._process.stdin is not None
+        print(json.dumps([name, nbytes, times]), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line[0].isdigit():
+                return float(line)
+        raise RuntimeError(f"the other side has ended: exit status {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(WAIT_S)
+
+
+def local(rounds: int, mib: int, peer: str | None) -> None:
     """Owner and reader on one host."""
     from monarch.actor import shutdown_context, this_host
 
@@ -136,20 +162,27 @@ def local(rounds: int, mib: int) -> None:
     out("register_again", owner.publish.call_one().get(WAIT_S)[2] * 1e3, "ms")
     out("handle_pickled", len(pickle.dumps(buffer)), "bytes")
     target, other = bytearray(b"\2") * sizes[-1], bytearray(b"\3") * sizes[-1]
+    side = Side(peer, sizes) if peer else None
     for nbytes in sizes:
-        _local_size(rounds, nbytes, owner, buffer, pid, address, target, other)
+        _local_size(rounds, nbytes, owner, buffer, pid, address, target, other, side)
     _batch("", rounds, parts, target)
+    if side is not None:
+        out("peer_register_first", side.register_s * 1e3, "ms")
+        out("peer_batch_1000x4KiB", side.seconds("batch", 0, rounds) * 1e3, "ms")
+        side.close()
     shutdown_context().get(WAIT_S)
 
 
-def _local_size(rounds: int, nbytes: int, owner: Any, buffer: Any, pid: int, address: int, target: bytearray, other: bytearray) -> None:
+def _local_size(
+    rounds: int, nbytes: int, owner: Any, buffer: Any, pid: int, address: int, target: bytearray, other: bytearray, side: Side | None
+) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     near = ctypes.addressof(ctypes.c_char.from_buffer(target))
     here, there = struct.pack("2Q", near, nbytes), struct.pack("2Q", address, nbytes)
     one, view = buffer[:nbytes], memoryview(target)[:nbytes]
     aside = memoryview(other)[:nbytes]
     far = ctypes.addressof(ctypes.c_char.from_buffer(other))
-    table = Table()
+    table, theirs = Table(), Table()
     calls: dict[str, Callable[[], object]] = {
         "memcpy": lambda: ctypes.memmove(near, far, nbytes),
         "vm_readv": lambda: libc.process_vm_readv(pid, here, 1, there, 1, 0),
@@ -161,6 +194,11 @@ def _local_size(rounds: int, nbytes: int, owner: Any, buffer: Any, pid: int, add
             seconds = seconds_of(call, repeats(nbytes))
             if number:
                 table.add(name, seconds)
+        if side is not None:
+            for name in ("read", "write"):
+                seconds = side.seconds(name, nbytes, repeats(nbytes))
+                if number:
+                    theirs.add(name, seconds)
     spinning = owner.spin.call_one(_spin_s(table.rows["read"], nbytes, rounds))
     for _ in range(rounds):
         table.add("read_spin", seconds_of(calls["read"], repeats(nbytes)))
@@ -168,6 +206,7 @@ def _local_size(rounds: int, nbytes: int, owner: Any, buffer: Any, pid: int, add
     table.show("local_", nbytes)
     table.ratio("local_", "read", "vm_readv", nbytes)
     table.ratio("local_", "write", "vm_readv", nbytes)
+    theirs.show("peer_local_", nbytes)
 
 
 def _spin_s(times: list[float], nbytes: int, rounds: int) -> float:
@@ -461,6 +500,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024, help="largest size")
+    parser.add_argument("--peer", help="interpreter of the other implementation")
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--weights-client", help=argparse.SUPPRESS)
@@ -474,7 +514,10 @@ def main() -> None:
         weights_client(*json.loads(options.weights_client))
     else:
         for section in options.sections or SECTIONS:
-            {"local": local, "network": network, "weights": weights, "weights_hosts": weights_hosts}[section](options.rounds, options.mib)
+            if section == "local":
+                local(options.rounds, options.mib, options.peer)
+            else:
+                {"network": network, "weights": weights, "weights_hosts": weights_hosts}[section](options.rounds, options.mib)
 
 
 if __name__ == "__main__":
