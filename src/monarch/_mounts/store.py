@@ -37,8 +37,6 @@ from monarch._mounts.snapshot import Snapshot
 Wanted = Callable[[int, int], None]
 
 
-
-
 class StoreStatistics(msgspec.Struct, frozen=True):
     """What a store holds at one moment."""
 

@@ -203,9 +203,7 @@ class Proc:
             answers.on_lost(self.fates.gone.get(refs[rank].uid) or unknown_end(refs[rank]))
         return answers.future
 
-    def request(
-        self, ref: ProcRef, message: messages.Control, payload: Buffer = b"", buffers: Sequence[memoryview] = ()
-    ) -> Future[Any]:
+    def request(self, ref: ProcRef, message: messages.Control, payload: Buffer = b"", buffers: Sequence[memoryview] = ()) -> Future[Any]:
         """Send a control message; the future is its answer, or fails with `ProcGoneError`."""
         answer = Answer(self.ports, ref.uid)
         if not self.tell(ref, message, payload, buffers, answer.port):

@@ -50,6 +50,11 @@ def get_rdma_backend() -> str:
     return "tcp" if config.value("rdma_allow_tcp_fallback") else "none"
 
 
+def rdma_supported() -> bool:
+    """Whether this process may move bytes at all, by whatever backend."""
+    return get_rdma_backend() != "none"
+
+
 def check_backend() -> None:
     """Whether transfers are possible at all.
 

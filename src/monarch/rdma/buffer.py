@@ -161,15 +161,20 @@ def _publish(memory: LocalMemory) -> Handle:
         raise
 
 
+def has_expandable_segments() -> bool:
+    """Whether torch allocates CUDA memory in expandable segments, which network cards want."""
+    torch: Any = sys.modules["torch"]
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments"))
+
+
 @lru_cache(maxsize=1)
-def _check_cuda_allocator() -> None:
-    """Network cards want expandable segments; say so once."""
+def _check_cuda_allocator() -> bool:
+    """`has_expandable_segments`; if not, say so once."""
     try:
-        torch: Any = sys.modules["torch"]
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        if settings.get("expandable_segments"):
-            return
+        if has_expandable_segments():
+            return True
         text = "CUDA memory is not in expandable segments; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"
     except Exception as exc:
         text = f"can't tell whether CUDA memory is in expandable segments: {exc!r}"
     warnings.warn(text, UserWarning, stacklevel=4)
+    return False

@@ -149,3 +149,4 @@ class TcpTransport:
         """See `Transport`."""
         for connections in self._agents.values():
             connections.abandon()
+        self._borrower.abandon()

@@ -74,7 +74,7 @@ class VmTransport:
             return None
         _let_others_look()
         table = self._table()
-        boot, namespace = _machine()
+        boot, namespace = machine()
         return _BLOB.pack(boot, namespace, table.pid, -1 if table.locks is None else table.locks.fd, region.entry_address)
 
     def deregister(self, region: Region) -> None:
@@ -92,7 +92,7 @@ class VmTransport:
             raise UnreachableError("the handle is broken") from None
         if not vm.available():
             raise UnreachableError("this system has no process_vm_readv")
-        if (boot, namespace) != _machine():
+        if (boot, namespace) != machine():
             raise UnreachableError("the owner is on another machine, or in another container")
         if vm.read_head(pid, handle.table).nonce != handle.nonce:
             raise OwnerGoneError("its process has ended, and another one has its process id")
@@ -183,7 +183,7 @@ class VmTransport:
 
 
 @lru_cache(maxsize=1)
-def _machine() -> tuple[bytes, int]:
+def machine() -> tuple[bytes, int]:
     """Boot of this kernel and its namespace of process ids: where a process id means the same."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
