@@ -144,9 +144,7 @@ def calls(hosts: list[str]) -> None:
     with attached(hosts[:1]) as mesh:
         far = mesh.spawn_procs({"procs": 1}).spawn("far", worker).slice(hosts=0, procs=0)
         near = this_host().spawn_procs({"procs": 1}).spawn("near", worker).slice(procs=0)
-        times = in_turns(
-            {"one_host": lambda: near.ping.call_one().get(WAIT_S), "two_hosts": lambda: far.ping.call_one().get(WAIT_S)}, 4000
-        )
+        times = in_turns({"one_host": lambda: near.ping.call_one().get(WAIT_S), "two_hosts": lambda: far.ping.call_one().get(WAIT_S)}, 4000)
         for name, seconds in times.items():
             out(f"call_{name}_p50", statistics.median(seconds) * 1e6, "us")
             out(f"call_{name}_p99", percentile(seconds, 99) * 1e6, "us")
@@ -249,9 +247,7 @@ def connects(hosts: list[str]) -> None:
 
     def proved() -> None:
         done: Future[Any] = Future._new()
-        dialer = Dialer(
-            loop, Route(address, ""), own_credentials(), done._complete, lambda denial: done._fail(OSError(denial.reason))
-        )
+        dialer = Dialer(loop, Route(address, ""), own_credentials(), done._complete, lambda denial: done._fail(OSError(denial.reason)))
         loop.call_soon(dialer.start)
         done.get(WAIT_S).close()
 

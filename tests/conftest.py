@@ -8,6 +8,7 @@ Read next: `monarch/testing/leaks.py` for what counts, `system/conftest.py` for 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sizes = Counter(item.path for item in items)
     if config.getoption("--share"):  # large files first, so that the runs end at about the same time
         items.sort(key=lambda item: (_is_system(item), -sizes[item.path], item.path))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Many tests call the collector; none means what was there before it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,18 +3,30 @@
 import subprocess
 import sys
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 
 from monarch._compat import TABLE
 
-NAMES = [(path, name) for path, homes in TABLE.items() for names in homes.values() for name in names.split()]
+NAMES = [(path, home, name) for path, homes in TABLE.items() for home, names in homes.items() for name in names.split()]
 
 
-@pytest.mark.parametrize(("path", "name"), NAMES)
-def test_every_name_of_the_table_is_there_and_is_the_one_of_its_home(path, name):
-    homes = {name: home for home, names in TABLE[path].items() for name in names.split()}
-    assert getattr(import_module(path), name) is getattr(import_module(homes[name]), name)
+@pytest.mark.parametrize(("path", "home", "name"), NAMES)
+def test_every_name_of_the_table_is_there_and_is_the_one_of_its_home(path, home, name):
+    here, _, there = name.partition("=")
+    assert getattr(import_module(path), here) is getattr(import_module(home), there or here)
+
+
+def test_what_is_patched_at_a_path_is_patched_at_home(monkeypatch):
+    path, home = import_module("monarch._src.rdma.rdma"), import_module("monarch.rdma.buffer")
+    original = path.get_rdma_backend
+    with monkeypatch.context() as patches:
+        patches.setattr(path, "get_rdma_backend", lambda: "none")
+        assert home.get_rdma_backend() == "none"
+    with patch.object(path, "get_rdma_backend", return_value="none"):
+        assert home.get_rdma_backend() == "none"
+    assert home.get_rdma_backend is path.get_rdma_backend is original
 
 
 def test_a_name_that_is_not_there_is_an_import_error_that_lists_what_is():

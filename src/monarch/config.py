@@ -166,7 +166,8 @@ _ROWS = (
     # Our own: the peer does not know these.
     knob(MONARCH, "shm_threshold_bytes", INTEGER, 524288, "own: buffers of a message that add up to this use shared memory on a host"),
     knob(MONARCH, "mailbox_window_bytes", INTEGER, 2**25, "own: unhandled bytes of one sender at one actor before it is slowed"),
-    knob(MONARCH, "rdma_transports", TEXT, "cma,ipc,nixl,tcp", "own: what may move memory: cma is a copy by the kernel of one machine"),
+    knob(MONARCH, "rdma_transports", TEXT, "cma,ipc,nixl,tcp", "own: what may move memory; nixl is forced by any value but this one"),
+    knob(MONARCH, "rdma_nixl_start_limit", DURATION, "10s", "own: how long NIXL may take to start, before tcp is used for good"),
     knob(MONARCH, "rdma_tcp_connections", NONZERO, 4, "own: TCP connections to one host, unless rdma_tcp_fallback_parallelism is larger"),
     knob(MONARCH, "rdma_data_max_connections", NONZERO, 256, "own: TCP connections that a host agent serves memory on"),
     knob(MONARCH, "rdma_idle_limit", DURATION, "30s", "own: a TCP connection without transfers is closed after so long"),

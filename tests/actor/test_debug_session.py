@@ -249,9 +249,7 @@ async def test_two_people_see_the_same_and_the_first_line_is_the_answer():
     talk.session.end("all done")
     await asyncio.wait(both, timeout=1)
     for person in (left, right):
-        assert person.seen.endswith(
-            "\nDebug session for actor 2 has ended: all done\nDetached from debug session for actor 2 (host)\n"
-        )
+        assert person.seen.endswith("\nDebug session for actor 2 has ended: all done\nDetached from debug session for actor 2 (host)\n")
 
 
 async def test_an_end_while_a_person_is_asked_takes_no_line_of_theirs():

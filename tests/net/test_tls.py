@@ -28,7 +28,6 @@ WAIT_S = 10.0
 MIB = 1 << 20
 
 
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     return mint_job_certificates(tmp_path_factory.mktemp("certs") / "job")

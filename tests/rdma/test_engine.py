@@ -24,7 +24,7 @@ class Hand:
     num_threads = 2
 
     def __init__(self, name="cma", *, is_instant=True):
-        self.name, self.is_instant = name, is_instant
+        self.name, self.is_instant, self.takes_devices = name, is_instant, False
         self.moved, self.threads, self.forgotten = [], [], []
         self.error = None
         self.gate = threading.Event()

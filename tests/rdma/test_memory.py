@@ -223,3 +223,21 @@ def test_neither_torch_nor_numpy_is_needed():
         "import sys; from monarch.rdma.memory import memory_of; memory_of(bytearray(4)); assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", source], check=True)
+
+
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
+def test_the_check_alone_refuses_the_same(make):
+    with pytest.raises(ValueError, match=SHAPE_ERROR):
+        memory.check_contiguous(make())
+
+
+def test_the_check_alone_takes_views_and_tensors_only():
+    memory.check_contiguous(memoryview(bytearray(TEXT)))
+    with pytest.raises(ValueError, match=SHAPE_ERROR + "bytearray\n  next:  pass a tensor or a memoryview"):
+        memory.check_contiguous(bytearray(TEXT))
+    memory.check_contiguous(tensor_of(TEXT, "float32"))
+
+
+def test_the_place_of_a_tensor_is_that_of_its_memory():
+    tensor = tensor_of(TEXT, "float32")[1:]
+    assert memory.place_of_tensor(tensor) == (memory_of(tensor).addr, 12) == memory.Place(addr=tensor.data_ptr(), size_in_bytes=12)

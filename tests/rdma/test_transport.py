@@ -12,14 +12,15 @@ from monarch._base.ids import ProcRef
 from monarch.rdma.errors import DeadlineError, OwnerGoneError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.memory import memory_of
+from monarch.rdma.regions import ON_DEVICE
 from monarch.rdma.transport import Choice, Op, check_deadline, cut, even_piece
 
 MEMORY = memory_of(bytearray(1))
 
 
-def handle_of(owner=0, *, names=("cma", "tcp"), generation=1):
+def handle_of(owner=0, *, names=("cma", "tcp"), generation=1, flags=0):
     ref = ProcRef(f"proc-{owner}", "ipc://x", "ipc://y")
-    return Handle(ref, bytes([owner]) * 16, 0, 0, generation, 0, 1 << 40, 0, dict.fromkeys(names, b""))
+    return Handle(ref, bytes([owner]) * 16, 0, 0, generation, 0, 1 << 40, flags, dict.fromkeys(names, b""))
 
 
 class Way:
@@ -110,3 +111,13 @@ def test_a_deadline_is_over_when_its_time_has_come():
     check_deadline(time.monotonic() + 5)
     with pytest.raises(DeadlineError, match="tcp submit timed out"):
         check_deadline(time.monotonic())
+
+
+def test_memory_on_a_gpu_is_reached_otherwise_than_that_of_its_process():
+    kernel, staged = Way("cma"), Way("tcp", is_instant=False)
+    choice = Choice([kernel, staged])
+    on_gpu = handle_of(names=("tcp",), generation=2, flags=ON_DEVICE)
+    assert choice.choose(handle_of(), 1.0) is kernel and choice.choose(on_gpu, 1.0) is staged
+    assert choice.known(handle_of()) is kernel and choice.known(on_gpu) is staged
+    choice.forget(on_gpu.nonce)
+    assert choice.known(handle_of()) is choice.known(on_gpu) is None

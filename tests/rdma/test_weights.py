@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from monarch.actor import shutdown_context
 from monarch.rdma import RDMAError, RDMATimeout, WeightPublisher
+from monarch.rdma import copies as copies_module
 from monarch.rdma import weights as weights_module
 
 
@@ -134,4 +136,85 @@ def test_tensors_of_any_layout():
     into["weight"] = torch.zeros(4, 3).t()
     assert publisher.weights.pull(into) == 0
     assert all(torch.equal(into[name], model[name]) for name in model)
+    publisher.close()
+
+
+def test_mapped_weights_are_the_published_ones_and_stay_of_their_version():
+    publisher = WeightPublisher(state(1), version=10)
+    with publisher.weights.mapped() as first, publisher.weights.mapped(names=["b"]) as some:
+        assert first.version == some.version == 10 and same(first, state(1)) and list(some) == ["b"]
+        for value in range(2, 7):
+            publisher.publish(state(value))
+        assert same(first, state(1)) and same(publisher.weights.mapped(), state(6))
+        with pytest.raises(ValueError, match="read-only"):
+            first["a"][0, 0] = 5
+    with pytest.raises(KeyError):
+        first["a"]
+    with pytest.raises(ValueError, match="c are not among the published weights"):
+        publisher.weights.mapped(names=["c"])
+    publisher.close()
+    with pytest.raises(RDMAError):
+        publisher.weights.mapped()
+
+
+def test_a_tensor_of_mapped_weights_keeps_them_until_it_is_gone():
+    publisher = WeightPublisher(state(1), copies=1, spares=1)
+    mapped = publisher.weights.mapped()
+    left = mapped["a"]
+    mapped.close()
+    publisher.publish(state(2))
+    with publisher.weights.mapped() as second, pytest.raises(RDMAError, match="of 2 copies of the weights readers map all but the newest"):
+        publisher.publish(state(3))
+    assert np.array_equal(left, state(1)["a"]) and second.version == 1
+    del left
+    assert publisher.publish(state(3)) == publisher.weights.version() == 2
+    publisher.close()
+
+
+def test_mapped_tensors_may_be_written_to_and_nobody_else_sees_it():
+    torch = pytest.importorskip("torch")
+    model = {"weight": torch.arange(12.0).view(3, 4), "half": torch.ones(5, dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
+    publisher = WeightPublisher(model)
+    with publisher.weights.mapped() as mine, publisher.weights.mapped() as yours:
+        assert all(torch.equal(mine[name], value) and mine[name].dtype == value.dtype for name, value in model.items())
+        layer = torch.nn.Linear(4, 3, bias=False)
+        with publisher.weights.mapped(names=["weight"]) as only:
+            layer.load_state_dict(only)
+        assert torch.equal(layer.weight, model["weight"])
+        mine["weight"].add_(1)
+        assert torch.equal(yours["weight"], model["weight"]) and not torch.equal(mine["weight"], model["weight"])
+    publisher.close()
+
+
+def test_weights_of_another_machine_are_not_mapped(monkeypatch):
+    publisher = WeightPublisher(state(1))
+    monkeypatch.setattr(copies_module, "machine", lambda: (b"another boot of it", 1))
+    with pytest.raises(RDMAError, match=r"only on a machine that has them(?s:.*)hosts=\.\.\."):
+        publisher.weights.mapped()
+    publisher.close()
+
+
+def test_a_publication_that_breaks_off_changes_nothing():
+    torch = pytest.importorskip("torch")
+    publisher = WeightPublisher({"a": torch.zeros(3)}, version=5, copies=1)
+    with pytest.raises(NotImplementedError):
+        publisher.publish({"a": torch.zeros(3, device="meta")})
+    assert publisher.publish({"a": torch.ones(3)}) == 6
+    into = {"a": torch.zeros(3)}
+    assert publisher.weights.pull(into) == 6 and torch.equal(into["a"], torch.ones(3))
+    publisher.close()
+    with pytest.raises(RDMAError, match=r"taken back by close\(\)"):
+        publisher.publish({"a": torch.ones(3)})
+
+
+def test_without_memory_files_weights_are_pulled_and_not_mapped(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    publisher = WeightPublisher(state(1))
+    monkeypatch.undo()
+    into = state(0)
+    for value in range(2, 5):
+        publisher.publish(state(value))
+        assert publisher.weights.pull(into) == value - 1 and same(into, state(value))
+    with pytest.raises(RDMAError, match="only on a machine that has them in shared memory"):
+        publisher.weights.mapped()
     publisher.close()

@@ -148,6 +148,11 @@ class Host:
         _batch([f"route replace default via {gateway}" for gateway in gateways], self.namespace)
         self._undo["route"] = lambda: _batch([f"route del default via {gateway}" for gateway in gateways], self.namespace)
 
+    def sent_bytes(self) -> int:
+        """What this host has sent so far, with all headers."""
+        (link,) = json.loads(_ip("-json", "-s", "link", "show", "dev", self.interface, namespace=self.namespace))
+        return int(link["stats64"]["tx"]["bytes"])
+
     def mend(self) -> None:
         """Undo everything above but the name."""
         while self._undo:

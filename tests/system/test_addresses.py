@@ -112,7 +112,9 @@ def test_an_own_name_that_leads_to_loopback_is_not_advertised(hosts):
     with named(a, "node-a", {"node-a": "127.0.1.1"}) as line:
         address = parse_worker_address(line[1]).advertised
         assert str(address) == a.url(26600)
-        assert line[2].startswith("'node-a' is this machine's own name but resolves to 127.0.1.1 here, which others cannot dial; tcp://10.77.")
+        assert line[2].startswith(
+            "'node-a' is this machine's own name but resolves to 127.0.1.1 here, which others cannot dial; tcp://10.77."
+        )
         reach(b, address)
         reach(a, address._replace(host="127.0.1.1"))  # what the name means to this machine's own programs
 

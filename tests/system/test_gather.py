@@ -359,8 +359,6 @@ def test_a_dead_mount_is_taken_away_first(root, point):
         assert (point / "file").read_bytes() == b"content\n"
 
 
-
-
 def holds(pid, what):
     try:
         return any(what in os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())

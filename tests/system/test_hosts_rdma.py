@@ -6,9 +6,11 @@ import os
 import signal
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
+from monarch._base.ids import ProcRef
 from monarch.actor import ActorError, attach_to_workers, this_host
 from monarch.config import configured
 from monarch.rdma import RDMAAction, RDMABuffer, RDMAError, RDMATimeout
@@ -69,7 +71,7 @@ def lonely(cluster, faults):
 
 
 def connections():
-    [transport] = own_manager()._choice.transports
+    [transport] = [one for one in own_manager()._choice.transports if one.name == "tcp"]
     return sum(connections.num_open for connections in transport._agents.values())
 
 
@@ -187,11 +189,24 @@ def test_memory_of_procs_of_a_client_that_nobody_can_dial_is_served_as_well(owne
     assert owners.read.call(buffer).get(WAIT_S).values() == [b"local"] * 2
 
 
+def test_two_on_one_host_that_nobody_can_dial_meet_at_a_socket_file(hosts, owners):
+    """The client reads and writes what is on its own host, without the way that the kernel offers."""
+    local = this_host().spawn_procs({"here": 2}).spawn("local", Owner)
+    buffer = publish(local.slice(here=0), 3 * MIB, 5)
+    assert read(buffer) == b"\5" * (3 * MIB) == local.slice(here=1).read.call_one(buffer).get(WAIT_S)
+    buffer.write_from(bytearray(MIB)).get(WAIT_S)
+    assert local.slice(here=0).content.call_one().get(WAIT_S) == bytes(MIB) + b"\5" * (2 * MIB)
+    mine = RDMABuffer(bytearray(b"of the client"))
+    assert local.read.call(mine).get(WAIT_S).values() == [b"of the client"] * 2
+    mine.drop().get(WAIT_S)
+
+
 def test_two_that_nobody_can_dial_say_so(hosts):
-    """The client reads what is on its own host, without the way that the kernel offers."""
-    local = this_host().spawn_procs({"here": 1}).spawn("local", Owner)
+    buffer = RDMABuffer(bytearray(b"here"))
+    handle = msgspec.structs.replace(buffer._handle, nonce=os.urandom(16), ref=ProcRef("elsewhere", "ipc:///nowhere/elsewhere", ""))
     with pytest.raises(RDMAError, match="neither this process nor the host of the owner can be dialled"):
-        read(local.publish_and_forget.call_one(b"local").get(WAIT_S))
+        read(RDMABuffer._of(handle, 0, 4))
+    buffer.drop().get(WAIT_S)
 
 
 @pytest.mark.parametrize("scheme", ["tls", "tcp"])

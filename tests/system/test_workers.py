@@ -104,7 +104,11 @@ def test_a_time_out_says_why_a_host_could_not_be_reached_so_far():
 @pytest.mark.parametrize(
     ("workers", "error", "text"),
     [
-        ("tcp://a:1", TypeError, r"workers is the string 'tcp://a:1'; expected a list of addresses\n  next:  write workers=\['tcp://a:1'\]"),
+        (
+            "tcp://a:1",
+            TypeError,
+            r"workers is the string 'tcp://a:1'; expected a list of addresses\n  next:  write workers=\['tcp://a:1'\]",
+        ),
         ([26600], TypeError, "26600 is no address of a worker; expected a string"),
         (["tcp://*:26600"], ValueError, r"'tcp://\*:26600' can't be dialled: it stands for every interface\n  next:  give the host"),
         (["tcp://0.0.0.0:26600"], ValueError, "it stands for every interface"),

@@ -165,7 +165,6 @@ def test_large_bytes_that_look_like_pickles_come_back(content):
     assert sent([content, Parcel(1)]) == [content, Parcel(1)]
 
 
-
 class Stubborn:
     def __reduce__(self):
         raise ValueError("stays here")

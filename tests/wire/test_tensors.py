@@ -26,7 +26,6 @@ def address(view: memoryview) -> int:
     return int(np.frombuffer(view, "u1").__array_interface__["data"][0])
 
 
-
 def arrays() -> list[Any]:
     base = np.arange(24.0).reshape(2, 3, 4)
     big = np.arange(30_000).reshape(100, 300)

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,34 +22,12 @@ from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.gather_source import GatherSourceActor, Whereabouts, key_of
 from monarch._mounts.gathered import GatheredFileSystem, GatherStatistics, Remote
 from monarch._mounts.mount_users import users_of
+from monarch._mounts.worker import Worker
 from monarch._runtime.future import Future
 from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, endpoint
 
 _logger = logging.getLogger("monarch.mounts")
 _READ_AHEAD_BYTES = 1 << 20
-_STOP_S = 10.0
-
-
-class _Worker:
-    """A thread that runs what it is given, in order."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        self.post = self._calls.put
-
-    def close(self) -> None:
-        """End, when what was given before has run."""
-        self._calls.put(None)
-        self._thread.join(_STOP_S)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception:
-                _logger.exception("a gathered mount has failed at something")
 
 
 class GatherActor(Actor):
@@ -63,7 +38,7 @@ class GatherActor(Actor):
         self._procs: ProcMesh | None = None
         self._filesystem: GatheredFileSystem | None = None
         self._server: FuseServer | None = None
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
         return True  # whoever asks that host hears of it, `_lose` among them
@@ -102,7 +77,7 @@ class GatherActor(Actor):
     def _serve(self, remotes: list[Remote], names: list[bytes] | None, cache_bytes: int, patience_s: float) -> None:
         notes.remember(self._path)
         fd = mounting.mount(self._path, fsname="monarch-gather")
-        answers, notices = self._workers = [_Worker("monarch-gather"), _Worker("monarch-gather-notices")]
+        answers, notices = self._workers = [Worker("monarch-gather"), Worker("monarch-gather-notices")]
         filesystem = GatheredFileSystem(
             remotes, names, now=time.monotonic, post=answers.post, uid=os.getuid(), gid=os.getgid(), cache_bytes=cache_bytes
         )

@@ -134,7 +134,6 @@ class Connector(Attempt):
         self._on_failed(exc)
 
 
-
 def _is_own(sock: socket.socket) -> bool:
     """Whether a socket is connected to itself: the kernel may choose, as its own port, the one of this machine that it dials in vain."""
     try:

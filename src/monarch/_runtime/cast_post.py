@@ -40,9 +40,7 @@ class CastPost:
             return False
         return True
 
-    def hand(
-        self, receivers: Sequence[tuple[ProcRef, CastHanded, int]], payload: Buffer, buffers: Sequence[memoryview], port: int
-    ) -> None:
+    def hand(self, receivers: Sequence[tuple[ProcRef, CastHanded, int]], payload: Buffer, buffers: Sequence[memoryview], port: int) -> None:
         """Give own procs one call, each with its message and rank; large buffers go once for all into shared memory."""
         segment, flags = None, 0
         if self._pool is not None and sum(buffer.nbytes for buffer in buffers) >= self._shm_threshold_bytes:

@@ -359,9 +359,7 @@ class Cell:
         self.urgent = True
         self.ring()
 
-    def stop(
-        self, reason: str, when_ended: Callable[[], None] | None = None, *, drain: bool = True, again: bool = False
-    ) -> None:
+    def stop(self, reason: str, when_ended: Callable[[], None] | None = None, *, drain: bool = True, again: bool = False) -> None:
         """End the actor after what it has queued; in any case after `stop_actor_timeout` and `cleanup_timeout`.
 
         Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from monarch._base.ids import ProcRef
 from monarch._wire.frames import Buffer
-from monarch._wire.memory_messages import DropMemory, LendMemory
+from monarch._wire.memory_messages import MemoryRequest
 from monarch._wire.messages import Fault, ProcExited
 from monarch._wire.observation_messages import LogLines, Stalled
 
@@ -46,8 +46,8 @@ class Hooks(Protocol):
     def on_log_lines(self, message: LogLines, sender: ProcRef) -> None:
         """Output of procs that this process asked for."""
 
-    def on_memory_message(self, message: DropMemory | LendMemory) -> None:
-        """Somebody wants something of memory that this process has published."""
+    def on_memory_message(self, message: MemoryRequest, sender: ProcRef, answer: Callable[..., None]) -> None:
+        """Somebody wants something of memory that this process has published; `answer` is called on the net loop, now or later."""
 
     def on_stop(self, reason: str) -> None:
         """The owner of this process wants it to end."""

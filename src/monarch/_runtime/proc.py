@@ -43,7 +43,7 @@ from monarch._wire import messages
 from monarch._wire.cast_messages import CastAcked, CastBroken, CastFence, CastHanded, CastReplies, CastVoid
 from monarch._wire.contact_messages import DialMe, HandOver, Reach
 from monarch._wire.frames import Buffer, Flag, Frame, FrameError, Kind, encode
-from monarch._wire.memory_messages import DropMemory, LendMemory
+from monarch._wire.memory_messages import AskMemory, DropMemory, LendMemory, ReleaseMemory, ShareStorage, StageMemory, UnstageMemory
 from monarch._wire.messages import CallHeader, CreateActor, Fault, ProcExited
 from monarch._wire.observation_messages import LogLines, Stacks, StackTexts, Stalled
 
@@ -203,9 +203,7 @@ class Proc:
             answers.on_lost(self.fates.gone.get(refs[rank].uid) or unknown_end(refs[rank]))
         return answers.future
 
-    def request(
-        self, ref: ProcRef, message: messages.Control, payload: Buffer = b"", buffers: Sequence[memoryview] = ()
-    ) -> Future[Any]:
+    def request(self, ref: ProcRef, message: messages.Control, payload: Buffer = b"", buffers: Sequence[memoryview] = ()) -> Future[Any]:
         """Send a control message; the future is its answer, or fails with `ProcGoneError`."""
         answer = Answer(self.ports, ref.uid)
         if not self.tell(ref, message, payload, buffers, answer.port):
@@ -413,9 +411,8 @@ class Proc:
                 self.router.dial_back(message.seeker)
             case LogLines():
                 self.hooks.on_log_lines(message, sender)
-            case DropMemory() | LendMemory():
-                self.hooks.on_memory_message(message)
-                answer()
+            case DropMemory() | LendMemory() | AskMemory() | ReleaseMemory() | StageMemory() | UnstageMemory() | ShareStorage():
+                self.hooks.on_memory_message(message, sender, answer)
             case Stacks():
                 answer(StackTexts(dumps.texts(self, message.threads)))
             case Stalled():

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from monarch._base.ids import between_hosts
 from monarch._net import credentials
 from monarch._net.handshake import StatusCode
+from monarch._net.router import socket_path
 from monarch._wire.memory_messages import LendMemory, ShareMemory
 
 if TYPE_CHECKING:
@@ -63,6 +66,12 @@ class Services:
         if message.credentials:
             credentials.set_credentials(credentials.decode(message.credentials))
         reader = message.reader
+        if not between_hosts(reader):
+            try:
+                service.on_connection(_connect(lent_path(reader)), reader, message.ticket)
+            except OSError as exc:  # it has ended, or waits no more
+                _logger.warning("memory can't be lent: reader=%s reason=%s", reader, exc)
+            return
         router().open_connection(
             f"{reader}/{LENT}",
             lambda sock: service.on_connection(sock, reader, message.ticket),
@@ -92,6 +101,22 @@ class Services:
         if name not in self._loaded:
             self._loaded[name] = importlib.import_module(_PROVIDERS[name]).make_service()
         return self._loaded[name]
+
+
+def lent_path(address: str) -> str:
+    """The socket file at which a process of this host, at an `ipc://` address, takes connections that it has asked for."""
+    return f"{socket_path(address)}.{LENT}"
+
+
+def _connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.connect(path)  # at once, or not at all
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def split_service(name: str) -> tuple[str, str]:

@@ -37,15 +37,14 @@ def starts_of(
         if between_hosts(own.address):
             SYSTEM.add_name(spec.proc.host)
         agent = agent_at(spec.proc.host)  # as whoever spawns it calls this agent
-        boot = messages.ProcBoot(
-            spec.proc, agent, request.owner, spec.name, request.config, entry, folder=SYSTEM.folder, credentials=shown
-        )
+        boot = messages.ProcBoot(spec.proc, agent, request.owner, spec.name, request.config, entry, folder=SYSTEM.folder, credentials=shown)
         command, proc_env = None, env
         if spec.command is not None:
             command = zygote_messages.Command(spec.command.program, spec.command.arg0, spec.command.args)
             proc_env = overlay(env, spec.command.env)
-        yield spec, zygote_messages.StartProc(
-            spec.proc.uid, messages.encode(boot), proc_env, cwd, sys_path, command, spec.bind, request.preload
+        yield (
+            spec,
+            zygote_messages.StartProc(spec.proc.uid, messages.encode(boot), proc_env, cwd, sys_path, command, spec.bind, request.preload),
         )
 
 

@@ -393,9 +393,7 @@ class Ledger:
         if left:
             self._give_up(now_s, group, f"{group.policy!r} could not restart it: no process can be started in its place", left, outcome)
 
-    def _restart_or_give_up(
-        self, now_s: float, group: _Group, policy: Restarting, faults: Sequence[Fault], outcome: _Outcome
-    ) -> None:
+    def _restart_or_give_up(self, now_s: float, group: _Group, policy: Restarting, faults: Sequence[Fault], outcome: _Outcome) -> None:
         group.history = [(at_s, text) for at_s, text in group.history if at_s > now_s - policy.within_s]
         group.history.append((now_s, "; ".join(_line(fault) for fault in faults)))
         failed = {Place(fault.mesh, fault.rank) for fault in faults}

@@ -49,9 +49,7 @@ class _Zygote:
 class Zygotes:
     """Starts procs through the zygote that fits. Thread: net loop only."""
 
-    def __init__(
-        self, loop: NetLoop, entry: str, on_news: Callable[[News], None], on_lost: Callable[[list[str]], None]
-    ) -> None:
+    def __init__(self, loop: NetLoop, entry: str, on_news: Callable[[News], None], on_lost: Callable[[list[str]], None]) -> None:
         """Args:
         entry: module that a zygote loads before it forks.
         on_lost: told the uids of the procs that died with their zygote; what they had started may still live.

@@ -19,7 +19,18 @@ import msgspec
 from monarch._base.ids import ProcRef
 from monarch._wire.cast_messages import Cast, CastAcked, CastBroken, CastControl, CastFence, CastHanded, CastReplies, CastsDone, CastVoid
 from monarch._wire.contact_messages import Attach, DialMe, HandOver, HostInfo, Reach, Register, TookOver
-from monarch._wire.memory_messages import DropMemory, LendMemory, ShareMemory
+from monarch._wire.memory_messages import (
+    AskMemory,
+    DropMemory,
+    LendMemory,
+    MemoryKeys,
+    ReleaseMemory,
+    ShareMemory,
+    ShareStorage,
+    Staged,
+    StageMemory,
+    UnstageMemory,
+)
 from monarch._wire.observation_messages import Activities, Activity, FlushLogs, LogCredit, LogLines, Stacks, StackTexts, Stalled, StreamLogs
 
 M = TypeVar("M")
@@ -363,6 +374,13 @@ Control = (
     | ShareMemory
     | LendMemory
     | DropMemory
+    | AskMemory
+    | MemoryKeys
+    | ReleaseMemory
+    | StageMemory
+    | Staged
+    | UnstageMemory
+    | ShareStorage
 )
 
 _encoder = msgspec.msgpack.Encoder()

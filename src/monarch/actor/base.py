@@ -84,8 +84,6 @@ class Actor(MeshTrait):
         def __await__(self) -> Generator[Any, None, Self]: ...
 
 
-
-
 def hook_of(cls: type, name: str) -> Callable[..., Any | Awaitable[Any]] | None:
     """The user's `__supervise__` or `__cleanup__`; None when the class has none."""
     return getattr(cls, name, None)

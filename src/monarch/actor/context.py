@@ -100,6 +100,10 @@ class Instance:
 
     kill = abort
 
+    def _as_rust(self) -> Instance:
+        """What programs for PyTorch Monarch hand to its private functions."""
+        return self
+
     def set_system(self) -> None:
         """Mark this actor as infrastructure, which listings leave out."""
         cell = self._cell
@@ -180,8 +184,6 @@ def current_rank() -> Point:
 def current_size() -> dict[str, int]:
     """Extent of the view that the message was sent to, as a dict."""
     return dict(context().message_rank.extent.items())
-
-
 
 
 def _chain(instance: Instance | CreatorInstance) -> str:

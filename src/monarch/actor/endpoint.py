@@ -347,9 +347,7 @@ if TYPE_CHECKING:
         *, propagate: Propagator = None, explicit_response_port: Literal[False] = False, instrument: bool = True
     ) -> _Decorator: ...
     @overload
-    def endpoint(
-        *, propagate: Propagator = None, explicit_response_port: Literal[True], instrument: bool = True
-    ) -> _ExplicitDecorator: ...
+    def endpoint(*, propagate: Propagator = None, explicit_response_port: Literal[True], instrument: bool = True) -> _ExplicitDecorator: ...
     def endpoint(method: Any = None, **options: Any) -> Any: ...
 
     class _Decorator:
@@ -382,9 +380,7 @@ else:
         _check_propagate(propagate)
 
         def wrap(function):
-            return EndpointProperty(
-                function, propagator=propagate, explicit_response_port=explicit_response_port, instrument=instrument
-            )
+            return EndpointProperty(function, propagator=propagate, explicit_response_port=explicit_response_port, instrument=instrument)
 
         return wrap if method is None else wrap(method)
 

@@ -85,9 +85,7 @@ class Attachment:
 class HostMesh(ShapedMesh):
     """Hosts that procs can be spawned on. Picklable: what arrives is a reference. Thread: any."""
 
-    def __init__(
-        self, agents: Agents, shape: Shape, *, python: str | None = None, attachment: Attachment | None = None
-    ) -> None:
+    def __init__(self, agents: Agents, shape: Shape, *, python: str | None = None, attachment: Attachment | None = None) -> None:
         """Args:
         agents: the agent of every base rank of `shape`.
         python: executable of the fresh interpreters that procs start as; None forks the zygote.

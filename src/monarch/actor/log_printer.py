@@ -85,7 +85,19 @@ class LogPrinter:
         Args:
             ranks: see `View`.
         """
-        return self.start_stream(refs, View(ranks, window_s)) if here else self.end_stream(refs)
+        if not here:
+            return self.end_stream(refs)
+        with self._lock:
+            is_shown = any(ref.uid in uids for ref in refs for uids in self._agents.values())
+        if not is_shown:
+            return self.start_stream(refs, View(ranks, window_s))
+        result: Future[None] = Future._new()  # what was written so far is printed as it was to be
+
+        def start() -> None:
+            self.start_stream(refs, View(ranks, window_s))._when_done(lambda: result._complete(None))
+
+        self.flush()._when_done(start)
+        return result
 
     def start_stream(self, refs: Sequence[ProcRef], view: View) -> Future[None]:
         """Have the output of some procs shown here, as `view` says; done when nothing of it goes elsewhere any more."""

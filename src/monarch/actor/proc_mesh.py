@@ -312,8 +312,7 @@ class ProcMesh(ShapedMesh):
         if not others:
             return Future._completed(rows)
         answers = [
-            process.proc.request(agent_at(address), Activity([ref.uid for ref in refs]))
-            for address, refs in by_agent(others).items()
+            process.proc.request(agent_at(address), Activity([ref.uid for ref in refs])) for address, refs in by_agent(others).items()
         ]
         return gather(answers)._then(lambda parts: rows + [row for part in parts for row in part.actors])
 
@@ -401,6 +400,11 @@ class ProcMesh(ShapedMesh):
 
     def _new_with_shape(self, shape: Shape) -> ProcMesh:
         return self if shape == self._shape else ProcMesh(self._core, shape)
+
+    @property
+    def _proc_mesh(self) -> ProcMesh:
+        """What programs for PyTorch Monarch hand to its private functions."""
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProcMesh) and self._core.names == other._core.names and self._shape == other._shape

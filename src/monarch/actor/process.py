@@ -25,7 +25,7 @@ from monarch._runtime.platform import SYSTEM, Platform
 from monarch._runtime.proc import Proc
 from monarch._runtime.supervision import Failure
 from monarch._wire.frames import Buffer
-from monarch._wire.memory_messages import DropMemory, LendMemory
+from monarch._wire.memory_messages import MemoryRequest, nothing_published
 from monarch._wire.messages import UNKNOWN_ATTEMPT, Fault, ProcExited
 from monarch._wire.observation_messages import ActorActivity, LogLines, Stalled
 from monarch.actor.supervisor import Supervisor
@@ -43,8 +43,8 @@ _PRINT_S = 3.0
 class Memory(Protocol):
     """What a process has of one-sided memory; `monarch.rdma` makes it, once it is needed."""
 
-    def on_message(self, message: DropMemory | LendMemory) -> None:
-        """Somebody takes published memory back, or can't reach it. Thread: net loop."""
+    def on_message(self, message: MemoryRequest, sender: ProcRef, answer: Callable[..., None]) -> None:
+        """Somebody wants something of published memory; `answer` is called on the net loop, now or later. Thread: net loop."""
 
     def close(self) -> None:
         """The process ends."""
@@ -146,10 +146,12 @@ class Process:
 
     # --- one-sided memory ----------------------------------------------------------------------------------------
 
-    def on_memory_message(self, message: DropMemory | LendMemory) -> None:
+    def on_memory_message(self, message: MemoryRequest, sender: ProcRef, answer: Callable[..., None]) -> None:
         """Somebody wants something of memory that this process has published; without any, there is nothing to do."""
         if self.memory is not None:
-            self.memory.on_message(message)
+            self.memory.on_message(message, sender, answer)
+        else:
+            answer(nothing_published(message))
 
     def close_memory(self) -> None:
         """Take all published memory back, because this process ends."""

@@ -20,9 +20,11 @@ from monarch.rdma.backend import (
 )
 from monarch.rdma.buffer import RDMABuffer
 from monarch.rdma.errors import RDMAError, RdmaInitError, RDMATimeout
+from monarch.rdma.mapped import MappedWeights
 from monarch.rdma.weights import WeightPublisher, Weights
 
 __all__ = [
+    "MappedWeights",
     "RDMAAction",
     "RDMABuffer",
     "RDMAError",

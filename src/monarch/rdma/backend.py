@@ -11,6 +11,7 @@ import warnings
 from monarch import config
 from monarch._base.errors import explain
 from monarch.rdma.errors import RdmaInitError
+from monarch.rdma.nixl_library import works_on_a_device
 
 _TARGET = re.compile(r"(?:cpu:\d+|gpu:\d+|nic:\S+)?")
 _AFFINITY = re.compile(r"(?:any|match_name|groups:.+)?")
@@ -31,8 +32,8 @@ class RDMATcpFallbackWarning(Warning):
 
 
 def is_ibverbs_available() -> bool:
-    """Whether a network card with verbs was used with success by this process; always False in this version."""
-    return False
+    """Whether NIXL, on this machine, has moved bytes by a network card with verbs. The first call may take a second where there is one."""
+    return works_on_a_device()
 
 
 def is_rdma_available() -> bool:
@@ -47,6 +48,11 @@ def get_rdma_backend() -> str:
     if is_ibverbs_available():
         return "ibverbs"
     return "tcp" if config.value("rdma_allow_tcp_fallback") else "none"
+
+
+def rdma_supported() -> bool:
+    """Whether this process may move bytes at all, by whatever backend."""
+    return get_rdma_backend() != "none"
 
 
 def check_backend() -> None:

@@ -43,7 +43,8 @@ class RDMABuffer:
             RuntimeError: no backend may be used, or the memoryview is not one of bytes.
             RdmaInitError: the configuration names a device that can't be.
 
-        Cost: 30 us, whatever the size; nothing is copied. The first one of a process takes milliseconds.
+        Cost: 30 us, whatever the size; nothing is copied. The first one of a process takes milliseconds, or a second on a
+        machine with an RDMA device, which is tried then.
         """
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(data, torch.Tensor) and data.is_cuda:
@@ -149,24 +150,31 @@ def _load(data: bytes, offset: int, nbytes: int) -> RDMABuffer:
 def _publish(memory: LocalMemory) -> Handle:
     try:
         check_backend()
-        if memory.device != "cpu":
-            hint = "publish a pinned copy on the CPU: tensor.cpu().pin_memory(); others may read it into tensors on their GPUs"
-            raise ValueError(explain(f"memory on {memory.device} can't be published yet", next=hint))
-        return own_manager().register(memory)
+        handle = own_manager().register(memory)
+        if not handle.blobs and memory.device != "cpu":
+            own_manager().drop(handle)
+            hint = "let rdma_transports name cma or tcp as well, which carry copies of it"
+            raise ValueError(explain(f"nothing that rdma_transports allows reaches memory on {memory.device}", next=hint))
+        return handle
     except Exception as exc:
         _logger.error("Failed to create buffer of %d bytes: %s", memory.nbytes, exc)
         raise
 
 
+def has_expandable_segments() -> bool:
+    """Whether torch allocates CUDA memory in expandable segments, which network cards want."""
+    torch: Any = sys.modules["torch"]
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments"))
+
+
 @lru_cache(maxsize=1)
-def _check_cuda_allocator() -> None:
-    """Network cards want expandable segments; say so once."""
+def _check_cuda_allocator() -> bool:
+    """`has_expandable_segments`; if not, say so once."""
     try:
-        torch: Any = sys.modules["torch"]
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        if settings.get("expandable_segments"):
-            return
+        if has_expandable_segments():
+            return True
         text = "CUDA memory is not in expandable segments; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"
     except Exception as exc:
         text = f"can't tell whether CUDA memory is in expandable segments: {exc!r}"
     warnings.warn(text, UserWarning, stacklevel=4)
+    return False

@@ -2,6 +2,7 @@
 
     the owner's agent can be dialled     this process dials it
     it can't                             the owner is asked to let it dial this process (`LendMemory`); a ticket tells which wait it ends
+    both are on this machine             the same, at a socket file beside that of this process
 
 Rules of this file:
     1. At most so many connections to one agent at a time; who wants one more waits for his turn, up to his deadline.
@@ -14,7 +15,9 @@ Read next: `tcp_transport.py`, which asks; `data_service.py`, which answers.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 from monarch import config
 from monarch._base.ids import ProcRef, between_hosts
 from monarch._net.dialer import Denial
-from monarch._runtime.services import DATA, LENT
+from monarch._net.loop import READ
+from monarch._net.router import listen_at, socket_path
+from monarch._runtime.services import DATA, LENT, lent_path
 from monarch._wire.memory_messages import LendMemory
 from monarch.rdma.channel import Channel
 from monarch.rdma.data_frames import (
@@ -255,6 +260,9 @@ class Borrower:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._waiting: dict[bytes, _Wait] = {}
+        self._listener: socket.socket | None = None
+        """For agents of this machine."""
+        self._lock = threading.Lock()
         self._readers = Workers("monarch-rdma-lent", 2)
         """Read tickets."""
 
@@ -263,9 +271,12 @@ class Borrower:
         proc = self._process.proc
         own = proc.ref.address
         hint = "let one of the two be a process of a worker loop, or let the client listen: enable_transport, or attach to a gateway"
-        if not between_hosts(own):
+        if between_hosts(own):
+            proc.router.takers[LENT] = self._on_connection
+        elif _is_near(owner.address):
+            self._listen(lent_path(own))
+        else:
             raise UnreachableError("neither this process nor the host of the owner can be dialled", next=hint)
-        proc.router.takers[LENT] = self._on_connection
         ticket, wait = os.urandom(_TICKET_BYTES), _Wait()
         self._waiting[ticket] = wait
         try:
@@ -280,6 +291,19 @@ class Borrower:
             self._waiting.pop(ticket, None)
         assert wait.channel is not None
         return wait.channel
+
+    def _listen(self, path: str) -> None:
+        with self._lock:
+            if self._listener is None:
+                self._listener = listen_at(path)
+                self._listener.setblocking(False)
+                self._process.proc.loop.watch(self._listener.fileno(), READ, self._on_ready)
+
+    def _on_ready(self, _events: int) -> None:
+        """Somebody of this machine connects. Thread: net loop."""
+        with contextlib.suppress(OSError):  # nobody any more
+            while self._listener is not None:
+                self._on_connection(self._listener.accept()[0])
 
     def _on_connection(self, sock: Any) -> None:
         """An agent has dialled. Thread: net loop."""
@@ -301,8 +325,26 @@ class Borrower:
 
     def close(self) -> None:
         """Take no more connections."""
-        self._process.proc.router.takers.pop(LENT, None)
+        proc = self._process.proc
+        proc.router.takers.pop(LENT, None)
+        with self._lock:
+            listener, self._listener = self._listener, None
+        if listener is not None:
+            proc.loop.unwatch(listener.fileno())
+            with contextlib.suppress(OSError):
+                os.unlink(listener.getsockname())
+            listener.close()
         self._readers.close(_CLOSE_S)
+
+    def abandon(self) -> None:
+        """Close the descriptor only; for a fork."""
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _is_near(address: str) -> bool:
+    """Whether a process is on this machine, and in the same file system."""
+    return not between_hosts(address) and os.path.exists(socket_path(address))
 
 
 class _Wait:

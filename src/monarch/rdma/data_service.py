@@ -40,7 +40,7 @@ from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError
 from monarch.rdma.owners import SharedOwner
 
 _logger = logging.getLogger("monarch.rdma")
-PIECE_BYTES = 1 << 19
+PIECE_BYTES = 2 << 20
 _STALLED_S = 60.0
 _SLACK_S = 5.0
 """A reader closes idle connections first, as a rule, so that none is closed while it is being used again."""

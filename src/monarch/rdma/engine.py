@@ -161,12 +161,12 @@ class Engine:
         groups: dict[str, tuple[Transport, list[Op]]] = {}
         by_owner: dict[bytes, list[Op]] = {}
         for op in ops:
-            mates = by_owner.get(op.handle.nonce)
+            mates = by_owner.get(op.handle.route)
             if mates is None:
                 transport = find(op)
                 if transport is None:
                     return None
-                mates = by_owner[op.handle.nonce] = groups.setdefault(transport.lane(op.handle), (transport, []))[1]
+                mates = by_owner[op.handle.route] = groups.setdefault(transport.lane(op.handle), (transport, []))[1]
             mates.append(op)
         return list(groups.values())
 

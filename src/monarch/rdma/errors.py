@@ -20,6 +20,14 @@ class RDMATimeout(RDMAError, TimeoutError):
     """A transfer did not end in time. What was under way may still change the destination, up to the end of its current piece."""
 
 
+class NoRoomError(RDMAError):
+    """Readers map every copy of published weights that could be filled anew."""
+
+
+class UnavailableError(RDMAError):
+    """Who was asked for weights lives, and can't give them (so)."""
+
+
 class RdmaInitError(Exception):
     """No transfer is possible in this process: nothing that could carry one is available, or it is misconfigured."""
 

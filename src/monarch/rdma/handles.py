@@ -17,11 +17,12 @@ import msgspec
 
 from monarch._base.errors import explain
 from monarch._base.ids import ProcRef
-from monarch.rdma.regions import NONCE_BYTES, READ_ONLY, entry_bytes
+from monarch.rdma.regions import NONCE_BYTES, ON_DEVICE, READ_ONLY, entry_bytes
 
 MOST_BYTES = 1000
 """Of an encoded handle."""
 _MOST_ADDRESS = 2**63 - 1
+_DEVICE = b"device"
 _Number = Annotated[int, msgspec.Meta(ge=0, le=_MOST_ADDRESS)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=_MOST_ADDRESS)]
 
@@ -56,6 +57,11 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weak
         return self.generation - 1
 
     @property
+    def route(self) -> bytes:
+        """By what the transport is remembered: memory on a GPU is reached otherwise than that of its process."""
+        return device_route(self.nonce) if self.flags & ON_DEVICE else self.nonce
+
+    @property
     def is_read_only(self) -> bool:
         """Nobody but the owner may write here."""
         return bool(self.flags & READ_ONLY)
@@ -68,6 +74,11 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weak
     def entry(self) -> bytes:
         """What the owner's table holds for this region as long as it is valid."""
         return entry_bytes(self.nonce, self.slot, self.generation, self.address, self.nbytes, self.flags)
+
+
+def device_route(nonce: bytes) -> bytes:
+    """`Handle.route` for the GPU memory of the owner with this nonce."""
+    return nonce + _DEVICE
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,21 +18,36 @@ from monarch import config
 from monarch._base.errors import explain
 from monarch._base.ids import ProcRef, agent_at
 from monarch._runtime.future import Future
-from monarch._wire.memory_messages import DropMemory, LendMemory
+from monarch._wire.memory_messages import (
+    AskMemory,
+    DropMemory,
+    LendMemory,
+    MemoryRequest,
+    ReleaseMemory,
+    ShareStorage,
+    StageMemory,
+    UnstageMemory,
+    nothing_published,
+)
 from monarch._wire.messages import ProcExited, WatchProc
 from monarch.actor.process import Process, this_process
 from monarch.rdma.backend import check_backend
+from monarch.rdma.cuda_memory import TorchCuda
+from monarch.rdma.device_service import CudaDevice, DeviceService
 from monarch.rdma.engine import Engine
 from monarch.rdma.errors import RDMAError
 from monarch.rdma.handles import Handle
+from monarch.rdma.ipc_transport import IpcTransport
 from monarch.rdma.memory import LocalMemory
+from monarch.rdma.nixl_transport import NixlTransport
 from monarch.rdma.regions import RegionTable
+from monarch.rdma.staged_transport import StagedTransport
 from monarch.rdma.tcp_transport import TcpTransport
 from monarch.rdma.transport import Choice, Transport
 from monarch.rdma.vm_transport import VmTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _lock = threading.Lock()
 _retired: list[RegionTable] = []
@@ -48,6 +63,9 @@ class Manager:
         self._table: RegionTable | None = None
         self._lock = threading.Lock()
         self._tcp: TcpTransport | None = None
+        self._ipc: IpcTransport | None = None
+        self._nixl: NixlTransport | None = None
+        self.devices = DeviceService(process, self.table, self.register, CudaDevice())
         self._choice = Choice(self._transports())
         threads = max([config.value("rdma_runtime_worker_threads"), *(transport.num_threads for transport in self._choice.transports)])
         self.engine = Engine(self._choice, threads, process.proc.loop.call_later, self._why_gone)
@@ -57,8 +75,14 @@ class Manager:
         allowed = config.value("rdma_transports").split(",")
         if "tcp" in allowed:
             self._tcp = TcpTransport(self._process, self.table)
-        every: list[Transport | None] = [VmTransport(self.table), self._tcp]
-        return [transport for transport in every if transport is not None and transport.name in allowed]
+        if "nixl" in allowed:
+            self._nixl = NixlTransport(self._process, self.table)
+        if "ipc" in allowed:
+            self._ipc = IpcTransport(self._process, self.table, TorchCuda())
+        every: list[Transport | None] = [VmTransport(self.table), self._ipc, self._nixl, self._tcp]
+        chosen = [transport for transport in every if transport is not None and transport.name in allowed]
+        carriers = [transport for transport in chosen if transport.name in ("cma", "tcp")]
+        return [*chosen, StagedTransport(self._process, carriers)] if carriers else chosen
 
     def table(self) -> RegionTable:
         """The regions of this process."""
@@ -86,14 +110,36 @@ class Manager:
             blobs,
         )
 
-    def on_message(self, message: DropMemory | LendMemory) -> None:
-        """Somebody who has a handle drops the memory, or can't reach it. Thread: net loop."""
+    def on_message(self, message: MemoryRequest, sender: ProcRef, answer: Callable[..., None]) -> None:
+        """Somebody who has a handle drops the memory, can't reach it, or wants its keys. Thread: net loop."""
         table = self._table
-        if isinstance(message, LendMemory):
-            if table is not None and self._tcp is not None:
+        match message:
+            case ReleaseMemory() if self._nixl is not None:
+                self._nixl.on_message(message, sender, answer)
+                return
+            case AskMemory() if self._nixl is not None and table is not None and table.nonce == message.nonce:
+                self._nixl.on_message(message, sender, answer)
+                return
+            case StageMemory() | UnstageMemory() if table is not None and table.nonce == message.nonce:
+                self.devices.on_message(message, answer)
+                return
+            case ShareStorage() if self._ipc is not None and table is not None and table.nonce == message.nonce:
+                self._ipc.on_message(message, answer)
+                return
+            case LendMemory() if table is not None and self._tcp is not None:
                 self._tcp.lend(message)
-        elif table is not None and table.nonce == message.nonce:
-            table.drop(message.generation)
+            case DropMemory() if table is not None and table.nonce == message.nonce:
+                self._take_back(table, message.generation)
+            case _:
+                answer(nothing_published(message))
+                return
+        answer()
+
+    def _take_back(self, table: RegionTable, generation: int) -> None:
+        region = table.drop(generation)
+        if region is not None:
+            for transport in self._choice.transports:
+                transport.deregister(region)
 
     # --- as a holder of handles ----------------------------------------------------------------------------------
 
@@ -106,7 +152,7 @@ class Manager:
     def _drop_now(self, handle: Handle, result: Future[None]) -> None:
         table = self._table
         if table is not None and table.nonce == handle.nonce:
-            table.drop(handle.generation)
+            self._take_back(table, handle.generation)
             result._complete(None)
             return
         answer = self._process.proc.request(handle.ref, DropMemory(handle.nonce, handle.generation))
@@ -142,6 +188,7 @@ class Manager:
         """The runtime of this process ends."""
         self._process.proc_watchers.remove(self._on_exited)
         self.engine.close()
+        self.devices.close()
         for transport in self._choice.transports:
             transport.close()
         with self._lock:

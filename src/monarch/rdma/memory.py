@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from monarch._base.buffers import address_of
 from monarch._base.errors import explain
@@ -26,6 +26,13 @@ _FIELD_NAMES = re.compile(r":[^:]*:")
 _ACCEPTED = "RDMABuffer only supports 1d contiguous torch.Tensor or 1d c-contiguous memoryview. Got: "
 CacheKey = tuple[int, int, int]
 """Identity of what backs the memory, address, bytes."""
+
+
+class Place(NamedTuple):
+    """Where bytes are, for whoever keeps them there himself."""
+
+    addr: int
+    size_in_bytes: int
 
 
 class LocalMemory:
@@ -55,6 +62,11 @@ class LocalMemory:
     def size(self) -> int:
         """Number of bytes."""
         return self.nbytes
+
+    @property
+    def lifetime(self) -> object:
+        """With whose end the bytes may be used for something else: the user's object, or this one when that can't be watched."""
+        return self if self._anchor is None else self._anchor
 
     def read_at(self, offset: int, size: int) -> bytes:
         """A copy of `size` bytes; RuntimeError beyond the end."""
@@ -161,7 +173,23 @@ def memory_of(data: Any) -> LocalMemory:
     return _object_memory(data)
 
 
-def _tensor_memory(tensor: Any, torch: Any) -> LocalMemory:
+def check_contiguous(data: Any) -> None:
+    """ValueError, as of `memory_of`, for what is neither a tensor nor a memoryview that is one-dimensional and contiguous."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(data, torch.Tensor):
+        _check_tensor(data, torch)
+    elif isinstance(data, memoryview):
+        _check_view(data)
+    else:
+        raise ValueError(explain(f"{_ACCEPTED}{type(data).__name__}", next="pass a tensor or a memoryview"))
+
+
+def place_of_tensor(tensor: Any) -> tuple[int, int]:
+    """Address and number of bytes of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _check_tensor(tensor: Any, torch: Any) -> None:
     if tensor.layout is not torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
         shape = f"a tensor of shape {tuple(tensor.shape)}" + (f" and strides {tensor.stride()}" if tensor.layout is torch.strided else "")
         raise ValueError(explain(_ACCEPTED + shape, next="pass tensor.contiguous().view(-1), or a contiguous slice"))
@@ -169,28 +197,37 @@ def _tensor_memory(tensor: Any, torch: Any) -> LocalMemory:
         raise ValueError(explain(f"{_ACCEPTED}a tensor on {tensor.device}", next="only CPU and CUDA tensors have memory that can be moved"))
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(explain(f"{_ACCEPTED}a lazily conjugated or negated tensor", next="pass tensor.resolve_conj().resolve_neg()"))
+
+
+def _tensor_memory(tensor: Any, torch: Any) -> LocalMemory:
+    _check_tensor(tensor, torch)
     storage = tensor.untyped_storage()
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    known = _known((id(storage), address, nbytes), storage)
-    if known is not None:
-        return known
+    return _known((id(storage), *place_of_tensor(tensor)), storage) or _pin_tensor(tensor)
+
+
+def _pin_tensor(tensor: Any) -> LocalMemory:
+    storage = tensor.untyped_storage()
     device = "cpu" if tensor.is_cpu else str(tensor.device)
-    return _remember(LocalMemory(address, nbytes, storage, device=device, anchor=storage), storage)
+    return _remember(LocalMemory(*place_of_tensor(tensor), storage, device=device, anchor=storage), storage)
 
 
-def _view_memory(view: memoryview) -> LocalMemory:
+def _check_view(view: memoryview) -> None:
     if view.ndim != 1 or not view.c_contiguous:
         shape = f"a memoryview of shape {view.shape} and strides {view.strides}"
         raise ValueError(explain(_ACCEPTED + shape, next="copy it into a bytearray, or use a contiguous slice"))
+
+
+def _view_memory(view: memoryview) -> LocalMemory:
+    _check_view(view)
     if view.format not in _BYTE_FORMATS:
         text = f"failed to acquire memoryview buffer: its format is {view.format!r}, not bytes"
         raise RuntimeError(explain(text, next="pass view.cast('B')"))
-    address, nbytes = address_of(view)
-    known = _known((id(view), address, nbytes), view)
-    if known is not None:
-        return known
+    return _known((id(view), *address_of(view)), view) or _pin_view(view)
+
+
+def _pin_view(view: memoryview) -> LocalMemory:
     # An export of its own: the user may release his view while the bytes are still in use.
-    return _remember(LocalMemory(address, nbytes, memoryview(view), is_readonly=view.readonly, anchor=view), view)
+    return _remember(LocalMemory(*address_of(view), memoryview(view), is_readonly=view.readonly, anchor=view), view)
 
 
 def _object_memory(data: Any) -> LocalMemory:

@@ -45,6 +45,8 @@ HEAD_BYTES = HEAD.size + 8 * MAX_CHUNKS
 FIRST_ENTRIES = 1024
 READ_ONLY = 1
 """Flag of an entry: others may not write here."""
+ON_DEVICE = 2
+"""Flag of an entry: the address is one of a GPU."""
 
 _ENTRY = struct.Struct("<16sQQQQQ8x")
 _GENERATION = 3
@@ -110,6 +112,8 @@ class RegionTable:
         """By generation."""
         self._lingering: list[Region] = []
         """Dropped while somebody was writing."""
+        self._holds: dict[int, int] = {}
+        """How often each generation is held in this process."""
         self._free: list[int] = []
         self._num_slots = 0
         self._last_generation = 0
@@ -129,7 +133,7 @@ class RegionTable:
             self._release_idle()
             slot = self._free.pop() if self._free else self._new_slot()
             self._last_generation += 1
-            flags = READ_ONLY if memory.is_readonly else 0
+            flags = (READ_ONLY if memory.is_readonly else 0) | (0 if memory.device == "cpu" else ON_DEVICE)
             number, index = place_of(slot)
             chunk = self._chunks[number]
             region = Region(memory, slot, self._last_generation, chunk.address + index * ENTRY_BYTES, flags)
@@ -139,15 +143,36 @@ class RegionTable:
             self._live[region.generation] = region
             return region
 
-    def drop(self, generation: int) -> bool:
-        """Take a region back; False when it was dropped before. From the return on nobody reads or writes it any more."""
+    def drop(self, generation: int) -> Region | None:
+        """Take a region back; None when it was dropped before. From the return on nobody reads or writes it any more."""
         with self._lock:
             region = self._live.pop(generation, None)
             if region is not None:
                 self._invalidate(region)
                 self._lingering.append(region)
             self._release_idle()
-        return region is not None
+        return region
+
+    def hold(self, generation: int) -> Region | None:
+        """Keep a region's memory pinned, also behind its drop, until `let_go`; None: it was dropped before."""
+        with self._lock:
+            region = self._live.get(generation)
+            if region is not None:
+                self._holds[generation] = self._holds.get(generation, 0) + 1
+            return region
+
+    def let_go(self, generation: int) -> None:
+        """Undo one `hold`."""
+        with self._lock:
+            self._holds[generation] -= 1
+            if not self._holds[generation]:
+                del self._holds[generation]
+            self._release_idle()
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Address and bytes of what the entries are in; chunks are only ever added."""
+        with self._lock:
+            return [(chunk.address, len(chunk.pages)) for chunk in self._chunks]
 
     def is_live(self, generation: int) -> bool:
         """Whether a region was not dropped."""
@@ -185,11 +210,14 @@ class RegionTable:
     def _release_idle(self) -> None:
         if not self._lingering:
             return
-        kept = [region for region in self._lingering if self.locks is not None and not self.locks.is_idle(region.slot)]
+        kept = [region for region in self._lingering if region.generation in self._holds or self._is_written(region)]
         self._free.extend(region.slot for region in self._lingering if region not in kept)
         self._lingering = kept
-        if kept and self._call_later is not None:
+        if self._call_later is not None and any(region.generation not in self._holds for region in kept):
             self._call_later(_RETRY_S, self._retry)
+
+    def _is_written(self, region: Region) -> bool:
+        return self.locks is not None and not self.locks.is_idle(region.slot)
 
     def _retry(self) -> None:
         with self._lock:

@@ -48,6 +48,7 @@ class TcpTransport:
     """See the head of this file. Thread: any."""
 
     name = "tcp"
+    takes_devices = False
     is_instant = False
 
     def __init__(self, process: Process, table: Callable[[], RegionTable]) -> None:
@@ -148,3 +149,4 @@ class TcpTransport:
         """See `Transport`."""
         for connections in self._agents.values():
             connections.abandon()
+        self._borrower.abandon()

@@ -1,9 +1,10 @@
 """Transports: what can move bytes between this process and the memory of another, behind one interface.
 
     cma     same machine: the kernel copies (`vm_transport.py`)
-    ipc     GPUs of one machine (not there yet)
-    nixl    InfiniBand, RoCE, EFA (not there yet)
+    ipc     GPUs of one machine, mapped by CUDA (`ipc_transport.py`)
+    nixl    InfiniBand, RoCE, EFA, by a library (`nixl_transport.py`)
     tcp     anywhere else: the owner's host agent reads and writes for us (`tcp_transport.py`)
+    staged  GPU memory that none of these reaches: the owner copies it to host memory, which some of these reach (`staged_transport.py`)
 
 The engine takes, per owner, the first in this order whose blob is in the handle and whose `connect` has really reached the owner, and
 remembers it. What is large is cut into pieces, which several threads move at once.
@@ -25,11 +26,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from monarch.rdma.errors import DeadlineError, UnreachableError
-from monarch.rdma.handles import Handle
+from monarch.rdma.handles import Handle, device_route
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.regions import Region
 
-ORDER = ("cma", "ipc", "nixl", "tcp")
+ORDER = ("cma", "ipc", "nixl", "tcp", "staged")
 Kind: TypeAlias = Literal["read", "write"]
 _MOST_REMEMBERED = 4096
 """Owners whose transport is known."""
@@ -66,6 +67,8 @@ class Transport(Protocol):
     """`connect` and small moves take microseconds, so the thread of the caller does them itself."""
     num_threads: int
     """How many threads are of use for one submit."""
+    takes_devices: bool
+    """Local memory may be on a GPU; otherwise it goes through host memory (`staging.py`)."""
 
     def register(self, region: Region) -> bytes | None:
         """What a handle carries for this transport; None: it can't serve this memory."""
@@ -109,17 +112,17 @@ class Choice:
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.transports = sorted(transports, key=lambda transport: ORDER.index(transport.name))
         self._known: dict[bytes, Transport] = {}
-        """By the owner's nonce."""
+        """By `Handle.route`."""
         self._nonces: dict[str, bytes] = {}
         """Of the owners in `_known`, by uid."""
 
     def known(self, handle: Handle) -> Transport | None:
         """The transport that was chosen before."""
-        return self._known.get(handle.nonce)
+        return self._known.get(handle.route)
 
     def instant(self, handle: Handle) -> Transport | None:
         """The transport that was chosen before, or one that is quickly tried; None: choosing may take a while."""
-        known = self._known.get(handle.nonce)
+        known = self._known.get(handle.route)
         if known is not None:
             return known if known.is_instant else None
         first = next((transport for transport in self.transports if transport.name in handle.blobs), None)
@@ -137,7 +140,7 @@ class Choice:
             UnreachableError: none leads there; the text has the reason of each.
             OwnerGoneError, DeadlineError: see `connect`.
         """
-        known = self._known.get(handle.nonce)
+        known = self._known.get(handle.route)
         if known is not None:
             return known
         reasons, hint = [], ""
@@ -154,7 +157,8 @@ class Choice:
 
     def forget(self, nonce: bytes) -> None:
         """The owner is gone: let go of what is kept for it."""
-        self._known.pop(nonce, None)
+        for route in [route for route in (nonce, device_route(nonce)) if route in self._known]:
+            del self._known[route]
         for transport in self.transports:
             transport.forget(nonce)
 
@@ -169,7 +173,7 @@ class Choice:
         if len(self._known) >= _MOST_REMEMBERED:
             self._known.clear()
             self._nonces.clear()
-        self._known[handle.nonce] = transport
+        self._known[handle.route] = transport
         self._nonces[handle.ref.uid] = handle.nonce
         return transport
 

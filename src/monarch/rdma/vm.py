@@ -188,6 +188,15 @@ def _check_entries(pid: int, spans: Sequence[Span]) -> None:
         raise _failure(pid, spans, moved, ctypes.get_errno())
 
 
+def check_entry(pid: int, entry_address: int, entry: bytes, number: int) -> None:
+    """Whether an entry of another process's table is as it should be; raises as `read_spans`."""
+    now = peek(pid, [(entry_address, ENTRY_BYTES)])
+    if now[:16] != entry[:16] and any(now):
+        raise OwnerGoneError(_ANOTHER)
+    if now != entry:
+        raise BufferGoneError(number)
+
+
 def peek(pid: int, places: Sequence[tuple[int, int]]) -> bytes:
     """Bytes of another process, without any check.
 
@@ -265,13 +274,9 @@ def _failure(pid: int, spans: Sequence[Span], moved: int, number: int) -> Transf
         return refusal
     for span in spans:
         try:
-            now = peek(pid, [(span.entry_address, ENTRY_BYTES)])
+            check_entry(pid, span.entry_address, span.entry, span.number)
         except TransferError as exc:
             return exc
-        if now[:16] != span.entry[:16] and any(now):
-            return OwnerGoneError(_ANOTHER)
-        if now != span.entry:
-            return BufferGoneError(span.number)
     if moved >= 0 and moved == sum(span.nbytes for span in spans) + 2 * ENTRY_BYTES * len(spans):
         return BufferGoneError(spans[0].number)  # it was dropped, and the entry is another one by now; unreachable otherwise
     why = os.strerror(number) if moved < 0 else f"the kernel moved {moved} bytes"

@@ -12,16 +12,17 @@ Read next: `vm.py` for the calls.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from monarch.rdma import vm
-from monarch.rdma.errors import OwnerGoneError, UnreachableError
+from monarch.rdma.errors import BufferGoneError, OwnerGoneError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.regions import Region, RegionTable, SlotLocks
 from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, check_deadline, cut, even_piece
@@ -48,6 +49,7 @@ class VmTransport:
     """See the head of this file. Thread: any."""
 
     name = "cma"
+    takes_devices = False
     is_instant = True
 
     def __init__(self, table: Callable[[], RegionTable]) -> None:
@@ -64,11 +66,15 @@ class VmTransport:
 
     def register(self, region: Region) -> bytes | None:
         """Where the entry is; None for memory of a device, or when this system has no such calls."""
-        if region.memory.device != "cpu" or not vm.available():
+        return self.place(region) if region.memory.device == "cpu" else None
+
+    def place(self, region: Region) -> bytes | None:
+        """The same for any memory: where its entry is, and the locks."""
+        if not vm.available():
             return None
         _let_others_look()
         table = self._table()
-        boot, namespace = _machine()
+        boot, namespace = machine()
         return _BLOB.pack(boot, namespace, table.pid, -1 if table.locks is None else table.locks.fd, region.entry_address)
 
     def deregister(self, region: Region) -> None:
@@ -76,16 +82,38 @@ class VmTransport:
 
     def connect(self, handle: Handle, deadline_s: float) -> None:
         """Read the owner's nonce; see `Transport`."""
+        self.visit(handle.blobs[self.name], handle)
+
+    def visit(self, place: bytes, handle: Handle) -> None:
+        """Read the nonce of the owner of `place`; raises as `connect`."""
         try:
-            boot, namespace, pid, _, _ = _BLOB.unpack(handle.blobs[self.name])
+            boot, namespace, pid, _, _ = _BLOB.unpack(place)
         except struct.error:
             raise UnreachableError("the handle is broken") from None
         if not vm.available():
             raise UnreachableError("this system has no process_vm_readv")
-        if (boot, namespace) != _machine():
+        if (boot, namespace) != machine():
             raise UnreachableError("the owner is on another machine, or in another container")
         if vm.read_head(pid, handle.table).nonce != handle.nonce:
             raise OwnerGoneError("its process has ended, and another one has its process id")
+
+    def check(self, place: bytes, handle: Handle) -> None:
+        """Whether the entry at `place` is that of the handle; TransferError and its kinds if not."""
+        _, _, pid, _, entry_address = _BLOB.unpack(place)
+        vm.check_entry(pid, entry_address, handle.entry(), handle.number)
+
+    @contextlib.contextmanager
+    def held(self, place: bytes, handle: Handle) -> Iterator[None]:
+        """Keep the owner from giving the region's memory away meanwhile; BufferGoneError when it is about to."""
+        locks = self._locks_of(handle, place)
+        try:
+            locks.hold(handle.slot)
+        except BlockingIOError:
+            raise BufferGoneError(handle.number) from None
+        try:
+            yield
+        finally:
+            locks.let_go(handle.slot)
 
     def lane(self, handle: Handle) -> str:
         """See `Transport`; the kernel lets nobody wait."""
@@ -110,7 +138,7 @@ class VmTransport:
         if piece.kind == "read":
             vm.read_spans(pid, spans)
         else:
-            vm.write_spans(pid, spans, self._locks_of(piece.ops[0].handle))
+            vm.write_spans(pid, spans, self._locks_of(piece.ops[0].handle, piece.ops[0].handle.blobs[self.name]))
 
     def _learn(self, handle: Handle) -> _Place:
         if len(self._places) >= _MOST_KNOWN:
@@ -121,11 +149,11 @@ class VmTransport:
         )
         return place
 
-    def _locks_of(self, handle: Handle) -> SlotLocks:
+    def _locks_of(self, handle: Handle, place: bytes) -> SlotLocks:
         locks = self._locks.get(handle.nonce)
         if locks is not None:
             return locks
-        _, _, pid, lock_fd, _ = _BLOB.unpack(handle.blobs[self.name])
+        _, _, pid, lock_fd, _ = _BLOB.unpack(place)
         with self._lock:
             locks = self._locks.get(handle.nonce)
             if locks is None:
@@ -155,7 +183,7 @@ class VmTransport:
 
 
 @lru_cache(maxsize=1)
-def _machine() -> tuple[bytes, int]:
+def machine() -> tuple[bytes, int]:
     """Boot of this kernel and its namespace of process ids: where a process id means the same."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -1,92 +1,92 @@
-"""Weights: a state dict that its owner publishes again and again, and that any number of readers pull whole, in one version.
+"""Weights: a state dict that its owner publishes again and again, and that any number of readers get whole, in one version.
 
-    publisher = WeightPublisher(model.state_dict())     # on the learner, once
+    publisher = WeightPublisher(model.state_dict(), hosts=rollout_hosts)    # on the learner, once
     weights = publisher.weights                         # a handle; send it in any message
     publisher.publish(model.state_dict(), version=7)    # after each step; nobody is told, nobody is waited for
     version = weights.pull(rollout.state_dict())        # anywhere, at any time
+    with weights.mapped() as tensors: ...               # on a host that has them: without a copy
 
-The owner keeps `copies` versions side by side in memory of its own, so training goes on in the tensors themselves:
-
-    header    published, writing, version of each copy      8 bytes each, written by the owner only
-    copy 0    the tensors one after the other               of publications 0, copies, 2 x copies, ...
-    copy 1    ...                                           of publications 1, copies + 1, ...
+The owner keeps versions side by side in memory of its own (`copies.py`), so training goes on in the tensors themselves.
 
 Rules of this file:
-    1. A copy belongs to publication n until publication n + copies begins, which says so in `writing` first. Who has read a copy looks
-       at `writing` again: if its publication is over by then, what was read is thrown away and read anew.
-    2. The reader needs nobody: it is one-sided, as all of this package.
+    1. The reader needs nobody: it is one-sided, as all of this package. Where its host has a relay, that fetches each publication that
+       somebody wants once; without it, or when it has died, the reader reads from the owner.
+    2. What a reader gets is at least as new as what was published when it began.
 
-Read next: `buffer.py`, `action.py`.
+Read next: `copies.py`, `relay_actor.py`, `mapped.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
+import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from monarch._base.errors import explain
 from monarch.rdma.action import RDMAAction
-from monarch.rdma.buffer import RDMABuffer
-from monarch.rdma.errors import RDMATimeout
+from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
+from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
+from monarch.rdma.mapped import MappedWeights
+from monarch.rdma.parts import Part, check_known, check_same, copy_in, copy_out, parts_of, target_of, within
+from monarch.rdma.relay_actor import start_relays
+from monarch.rdma.relays import Question
+from monarch.rdma.sources import Relays, Source, own_host
 
-_ALIGNMENT = 64
-_WORD_BYTES = 8
-_PUBLISHED, _WRITING, _VERSIONS = 0, 1, 2
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh, ProcMesh
+
+T = TypeVar("T")
+Use: TypeAlias = Callable[[Source, Copy, float], T | None]
+_logger = logging.getLogger("monarch.rdma")
 _MOST_COPIES = 16
-
-
-class Part(NamedTuple):
-    """One tensor of a state dict."""
-
-    offset: int
-    """In a copy."""
-    nbytes: int
-    dtype: str
-    """As `str(tensor.dtype)` says, without the module."""
-    shape: tuple[int, ...]
+_STOP_S = 20.0
 
 
 class WeightPublisher:
     """The owner's end. Thread: any, one publication at a time."""
 
-    def __init__(self, state: Mapping[str, Any], *, version: int = 0, copies: int = 2) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], *, version: int = 0, copies: int = 2, spares: int = 4, hosts: HostMesh | None = None
+    ) -> None:
         """Publish `state` for the first time.
 
         Args:
             state: name to tensor (on any device, of any layout) or numpy array.
             version: what `Weights.pull` returns to whoever reads this; any number of yours.
             copies: how many versions are kept; a reader that takes longer than `copies - 1` publications has to begin anew.
+            spares: how many more may be kept while readers map them (`Weights.mapped`).
+            hosts: get a process each, a relay, from which the readers of that host read: a version passes this host's link once,
+                goes on from host to host, and only when somebody wants it. Needs the memory of two to `copies + spares` versions there.
 
         Raises:
-            ValueError: there is no tensor in it, or `copies` is none of 1 to 16.
+            ValueError: there is no tensor in it, or `copies` or `spares` is none of 1 to 16.
             TypeError: a value is neither a tensor nor an array.
 
         Cost: `copies` times the memory of `state`, and one copy of it now and at each publication.
         """
-        if not 1 <= copies <= _MOST_COPIES:
-            raise ValueError(explain(f"copies must be 1 to {_MOST_COPIES}, not {copies}"))
-        parts, size = {}, 0
-        for name, value in state.items():
-            part = _part_of(name, value, size)
-            parts[name] = part
-            size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not (1 <= copies <= _MOST_COPIES and 0 <= spares <= _MOST_COPIES):
+            raise ValueError(explain(f"copies must be 1 to {_MOST_COPIES}, and spares 0 to {_MOST_COPIES}, not {copies} and {spares}"))
+        parts, size = parts_of(state)
         if not size:
             raise ValueError(explain("there are no weights to publish: the state dict is empty", next="publish it once it is filled"))
-        self._copies = copies
+        self._parts = parts
         self._lock = threading.Lock()
-        self._memory = [memoryview(mmap.mmap(-1, size)) for _ in range(copies)]
-        self._words = memoryview(mmap.mmap(-1, (_VERSIONS + copies) * _WORD_BYTES))
-        self._header = (ctypes.c_uint64 * (_VERSIONS + copies)).from_buffer(self._words)  # an item is stored at once
-        self._buffers = [RDMABuffer(self._words), *(RDMABuffer(memory) for memory in self._memory)]
-        self.weights = Weights(self._buffers[0], self._buffers[1:], parts)
-        """The handle; the same for all versions."""
-        self._published = -1
+        self._copies = Copies(size, copies=copies, spares=spares)
+        self._last = NOTHING
+        self._procs: ProcMesh | None = None
         self.publish(state, version=version)
+        relays = None
+        if hosts is not None:
+            self._procs = hosts.spawn_procs(name="weights-relay")
+            try:
+                relays = start_relays(self._procs, self._copies.published, size, copies=copies, spares=spares)
+            except BaseException:
+                self.close()
+                raise
+        self.weights = Weights(self._copies.published, parts, relays)
+        """The handle; the same for all versions."""
 
     def publish(self, state: Mapping[str, Any], *, version: int | None = None) -> int:
         """Make `state` the version that readers get from now on.
@@ -100,46 +100,48 @@ class WeightPublisher:
 
         Raises:
             ValueError: another name, shape or type; nothing was published.
+            RDMAError: readers map every copy but the newest, and there are no more spares; the text says who. Or it was closed.
 
         Cost: one copy of the weights; what is on a GPU is copied from there.
         """
-        parts = self.weights.parts
-        _check_same(parts, state, what="published")
+        check_same(self._parts, state, what="published")
         with self._lock:
-            number = self._published + 1
-            slot = number % self._copies
             if version is None:
-                version = int(self._header[_VERSIONS + (self._published % self._copies)]) + 1
-            self._header[_WRITING] = number
-            for name, part in parts.items():
-                _copy_out(state[name], self._memory[slot][part.offset : part.offset + part.nbytes], part)
-            self._header[_VERSIONS + slot] = version
-            self._header[_PUBLISHED] = number
-            self._published = number
+                version = self._last.version + 1
+            memory = self._copies.begin(self._last.number + 1, version)
+            try:
+                for name, part in self._parts.items():
+                    copy_out(state[name], memory, part)
+                self._last = self._copies.finish()
+            finally:
+                self._copies.abandon()
         return version
 
     def close(self) -> None:
-        """Take the memory back; who pulls from then on gets `RDMAError`."""
-        for buffer in self._buffers:
-            buffer.drop().get()
+        """Take the memory back and end the relays; who pulls from then on gets `RDMAError`. What is mapped stays with who has mapped it."""
+        procs, self._procs = self._procs, None
+        if procs is not None:
+            procs.stop().get(timeout=_STOP_S)
+        self._copies.close()
 
 
 class Weights:
     """A handle to published weights, for any process. Thread: any."""
 
-    def __init__(self, header: RDMABuffer, copies: list[RDMABuffer], parts: dict[str, Part]) -> None:
-        self._header = header
-        self._copies = copies
+    def __init__(self, owner: PublishedCopies, parts: dict[str, Part], relays: Relays | None) -> None:
         self.parts = parts
         """Name to place, type and shape of each tensor."""
+        self._owner = Source(owner, None)
+        self._relays = relays
+        self._sources: list[Source] = []
+        """Of this process, the best first; the last is the owner. Empty before the first read."""
 
     def version(self, *, timeout: int = 60) -> int:
-        """The version that is published now. Cost: one small one-sided read."""
-        words = self._read_header(timeout)
-        return words[_VERSIONS + words[_PUBLISHED] % len(self._copies)]
+        """The version that is published now. Cost: one small one-sided read, of the owner's memory."""
+        return self._use_source(self._owner, lambda *_: True, 1, time.monotonic() + timeout)[0].version
 
     def pull(self, into: Mapping[str, Any], *, names: Iterable[str] | None = None, timeout: int = 60) -> int:
-        """Copy the published weights into tensors or arrays of this process; all of one version.
+        """Copy published weights into tensors or arrays of this process; all of one version, at least as new as `version()` is now.
 
         Args:
             into: name to tensor or array, of the published shape and type. Those on the CPU and contiguous are filled directly,
@@ -157,105 +159,101 @@ class Weights:
             RDMAError: the owner has ended, or closed the publisher.
         """
         wanted = {name: into[name] for name in (into if names is None else names)}
-        _check_same(self.parts, wanted, what="pulled", partly=True)
-        targets = {name: _target_of(value, self.parts[name]) for name, value in wanted.items()}
+        check_same(self.parts, wanted, what="pulled", partly=True)
+        targets = {name: target_of(value, self.parts[name]) for name, value in wanted.items()}
+
+        def read(source: Source, copy: Copy, deadline_s: float) -> bool | None:
+            memory, done = source.copies.bytes_of(copy.slot, _left(deadline_s)), 0
+            while True:
+                action = RDMAAction()
+                for target, start, end in within(targets, self.parts, done, copy.arrived):
+                    action.read_remote(target, memory[start:end])
+                action.submit(timeout=_left(deadline_s)).get()
+                now, done = source.copies.look(copy.slot, _left(deadline_s)), copy.arrived
+                if now.is_same(copy) and done == now.arrived < source.copies.size:
+                    now = source.wait_copy(Question(copy.number, copy, done + 1), _left(deadline_s))
+                if not now.is_same(copy):
+                    return None
+                if done == source.copies.size:
+                    return True
+                copy = now
+
+        copy, _ = self._use(read, 1, timeout)
+        for name, value in wanted.items():
+            copy_in(targets[name], value, self.parts[name])
+        return copy.version
+
+    def mapped(self, *, names: Iterable[str] | None = None, timeout: int = 60) -> MappedWeights:
+        """The published weights themselves, in the memory of the owner or of the relay of this host, as read-only tensors or arrays.
+
+        They are of one version, at least as new as `version()` is now, and stay so: the owner goes on in other copies, so close this soon.
+        Publishing fails once readers map `copies + spares - 1` of them.
+
+        Args:
+            names: which; None: all.
+            timeout: seconds, for a relay to fetch them.
+
+        Raises:
+            ValueError: a name that was not published.
+            RDMATimeout: a relay did not get them in time.
+            RDMAError: the owner has ended, or closed the publisher; or it is on another machine, and this host has no relay.
+
+        Cost: 0.5 ms, whatever the size, and the page faults of what is looked at. To a GPU it is one copy: `load_state_dict(mapped)`.
+        """
+        parts = self.parts if names is None else dict.fromkeys(names)
+        check_known(self.parts, parts)
+
+        def lease(source: Source, copy: Copy, deadline_s: float) -> Any:
+            if not source.copies.is_near:
+                what = "weights can be mapped only on a machine that has them in shared memory"
+                hint = "give this host a relay: WeightPublisher(..., hosts=...); or pull() them"
+                raise UnavailableError(explain(what, where=source.copies.owner, next=hint))
+            return source.copies.map(copy, _left(deadline_s))
+
+        copy, memory = self._use(lease, self._owner.copies.size, timeout)
+        return MappedWeights(copy.version, memory, {name: self.parts[name] for name in parts})
+
+    def _use(self, use: Use[T], nbytes: int, timeout: int) -> tuple[Copy, T]:
+        """Do something with a copy that is new enough and of which `nbytes` are there, until it has been there all the time.
+
+        Args:
+            use: gives None when it has not.
+        """
         deadline_s = time.monotonic() + timeout
+        sources = self._own_sources()
+        if len(sources) > 1:
+            try:
+                return self._use_source(sources[0], use, nbytes, deadline_s)
+            except RDMATimeout:
+                raise
+            except RDMAError as exc:
+                if not isinstance(exc, UnavailableError):
+                    self._sources = sources[1:]
+                _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
+        return self._use_source(self._owner, use, nbytes, deadline_s)
+
+    def _use_source(self, source: Source, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
         while True:
-            left_s = max(1, int(deadline_s - time.monotonic()))
-            words = self._read_header(left_s)
-            number = words[_PUBLISHED]
-            slot = number % len(self._copies)
-            action = RDMAAction()
-            for name, target in targets.items():
-                part = self.parts[name]
-                if part.nbytes:
-                    action.read_remote(target, self._copies[slot][part.offset : part.offset + part.nbytes])
-            action.submit(timeout=left_s).get()
-            if self._read_header(left_s)[_WRITING] < number + len(self._copies):
-                break
+            copy = source.newest(nbytes, _left(deadline_s))
+            used = use(source, copy, deadline_s) if copy != NOTHING else None
+            if used is not None:
+                return copy, used
             if time.monotonic() >= deadline_s:
                 hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"
-                raise RDMATimeout(explain(f"no version could be read whole within {timeout} s: the next ones came too soon", next=hint))
-        for name, value in wanted.items():
-            if targets[name] is not value:
-                _copy_in(targets[name], value, self.parts[name])
-        return words[_VERSIONS + slot]
+                raise RDMATimeout(explain("no version could be read whole in time: the next ones came too soon", next=hint))
 
-    def _read_header(self, timeout: int) -> list[int]:
-        data = bytearray(self._header.size())
-        self._header.read_into(data, timeout=timeout).get()
-        return list(memoryview(data).cast("Q"))
+    def _own_sources(self) -> list[Source]:
+        if not self._sources:
+            relay = None if self._relays is None else self._relays.at(own_host())
+            self._sources = [self._owner] if relay is None else [relay, self._owner]
+        return self._sources
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Weights, (self._owner.copies, self.parts, self._relays)
 
     def __repr__(self) -> str:
         return f"<Weights: {len(self.parts)} tensors, {sum(part.nbytes for part in self.parts.values())} bytes>"
 
 
-# --- tensors and arrays --------------------------------------------------------------------------------------------------
-
-
-def _torch_of(value: Any) -> Any:
-    """The torch module when `value` is a tensor; None: it is none."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(value, torch.Tensor) else None
-
-
-def _part_of(name: str, value: Any, offset: int) -> Part:
-    if _torch_of(value) is None and not (hasattr(value, "__array_interface__") and hasattr(value, "dtype")):
-        what = f"{name!r} is a {type(value).__name__}, neither a tensor nor an array"
-        raise TypeError(explain(what, next="publish tensors or numpy arrays"))
-    nbytes = int(value.numel() * value.element_size()) if _torch_of(value) is not None else int(value.nbytes)
-    return Part(offset, nbytes, _dtype_of(value), tuple(value.shape))
-
-
-def _dtype_of(value: Any) -> str:
-    return str(value.dtype).rpartition(".")[2]
-
-
-def _check_same(parts: Mapping[str, Part], state: Mapping[str, Any], *, what: str, partly: bool = False) -> None:
-    unknown, missing = state.keys() - parts.keys(), set() if partly else parts.keys() - state.keys()
-    if unknown or missing:
-        text = ", ".join(sorted(unknown or missing)[:5])
-        why = "are not among the published weights" if unknown else f"are missing in what is {what}"
-        raise ValueError(explain(f"{text} {why}", next="use the names of the first publication"))
-    for name, value in state.items():
-        found = _part_of(name, value, 0)
-        if (found.dtype, found.shape) != (parts[name].dtype, parts[name].shape):
-            have, want = f"{found.dtype} {list(found.shape)}", f"{parts[name].dtype} {list(parts[name].shape)}"
-            raise ValueError(explain(f"{name!r} that is {what} is {have}, and was published as {want}", next="give it that type and shape"))
-
-
-def _flat(value: Any) -> Any:
-    """A one-dimensional view of a contiguous tensor or array."""
-    return value.view(-1) if _torch_of(value) is not None else value.reshape(-1)
-
-
-def _target_of(value: Any, part: Part) -> Any:
-    """What to read into: the value itself as one dimension, or a buffer that is copied from afterwards."""
-    torch = _torch_of(value)
-    if torch is not None:
-        direct = value.device.type == "cpu" and value.is_contiguous()
-        return value if direct and value.dim() == 1 else _flat(value) if direct else bytearray(part.nbytes)
-    return _flat(value) if value.flags.c_contiguous and value.flags.writeable else bytearray(part.nbytes)
-
-
-def _copy_out(value: Any, memory: memoryview, part: Part) -> None:
-    torch = _torch_of(value)
-    if not part.nbytes:
-        return
-    if torch is not None:
-        torch.frombuffer(memory, dtype=value.dtype).view(part.shape).copy_(value.detach())
-    else:
-        numpy: Any = sys.modules["numpy"]  # there is an array, so it is there
-        numpy.frombuffer(memory, dtype=value.dtype).reshape(part.shape)[...] = value
-
-
-def _copy_in(data: Any, value: Any, part: Part) -> None:
-    if not isinstance(data, bytearray) or not part.nbytes:
-        return  # it was read in place, through a view
-    torch = _torch_of(value)
-    if torch is not None:
-        with torch.no_grad():
-            value.copy_(torch.frombuffer(data, dtype=value.dtype).view(part.shape))
-    else:
-        numpy: Any = sys.modules["numpy"]
-        value[...] = numpy.frombuffer(data, dtype=value.dtype).reshape(part.shape)
+def _left(deadline_s: float) -> int:
+    return max(1, int(deadline_s - time.monotonic()))

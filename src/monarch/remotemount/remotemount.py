@@ -19,16 +19,24 @@ from itertools import chain
 from typing import Any
 
 from monarch._base.errors import explain
+from monarch._mounts.chain import CHUNK_BYTES as CBC_CHUNK
+from monarch._mounts.chain import STREAMS as CBC_STREAMS
+from monarch._mounts.chain_actors import FUSEActor, RemoteMountLeader
 from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE, build_index, code_blocks, materialise_block
 from monarch._mounts.mount_actor import Mode, MountActor, MountStatistics
 from monarch._mounts.mounting import machine, prepare_mount_point
 from monarch._mounts.source_actor import SourceActor, Version
-from monarch.actor import Future, HostMesh, ProcMesh, this_host
+from monarch.actor import Actor, Future, HostMesh, ProcMesh, endpoint, this_host
 
 __all__ = [
     "BIG_FILE_THRESHOLD",
     "BLOCK_SIZE",
+    "CBC_CHUNK",
+    "CBC_STREAMS",
+    "FUSEActor",
     "MountHandler",
+    "MountHandlerClient",
+    "RemoteMountLeader",
     "build_index",
     "code_blocks",
     "materialise_block",
@@ -195,6 +203,28 @@ class MountHandler:
         self._mounts = self._source = None
         for mesh in reversed(procs):
             mesh.stop().get(timeout=_STOP_S)
+
+
+class MountHandlerClient(Actor):
+    """A `MountHandler` as an actor, for a process that must not wait for it."""
+
+    def __init__(self, host_mesh: HostMesh, sourcepath: str, mntpoint: str | None = None) -> None:
+        self._handler = MountHandler(host_mesh, sourcepath, mntpoint)
+
+    @endpoint
+    def open(self, self_handle: Any = None, via_gateway: bool = False) -> None:
+        """`MountHandler.open`; `self_handle` is accepted."""
+        self._handler.open(via_gateway)
+
+    @endpoint
+    def refresh(self) -> None:
+        """`MountHandler.refresh`."""
+        self._handler.refresh()
+
+    @endpoint
+    def close(self) -> None:
+        """`MountHandler.close`."""
+        self._handler.close()
 
 
 def _wait_all(*answers: Iterator[Future[Any]]) -> None:

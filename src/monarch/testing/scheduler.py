@@ -186,9 +186,7 @@ class Scheduler:
         """`strand.ring()`, from a thread that the universe does not know."""
         self._outside.append(strand)
 
-    def call_later(
-        self, delay_s: float, callback: Callable[[], Any], post: Callable[[Callable[[], None]], None] | None = None
-    ) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], Any], post: Callable[[Callable[[], None]], None] | None = None) -> Timer:
         """Call `callback()`, which does not wait, after `delay_s` virtual seconds.
 
         Args:

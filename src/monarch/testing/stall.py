@@ -77,5 +77,3 @@ def _name(uid: str, nodes: dict[str, Node]) -> str:
 
 def _state(node: Node) -> str:
     return " (dead)" if node.dead else " (frozen)" if node.frozen else ""
-
-

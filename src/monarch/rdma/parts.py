@@ -1,0 +1,154 @@
+"""Parts: the tensors or arrays of a state dict as places in one flat piece of memory, and the copies between both.
+
+Rules of this file:
+    1. Neither torch nor numpy is imported before somebody needs it: who has a tensor has imported torch.
+
+Read next: `weights.py`, which publishes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from monarch._base.errors import explain
+
+_ALIGNMENT = 64
+Library = Literal["torch", "numpy"]
+
+
+class Part(NamedTuple):
+    """One tensor of a state dict."""
+
+    offset: int
+    """In a copy."""
+    nbytes: int
+    dtype: str
+    """As `str(tensor.dtype)` says, without the module."""
+    shape: tuple[int, ...]
+    library: Library
+    """Whose tensor or array was published."""
+
+
+def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Part], int]:
+    """The parts of a state dict one after the other, and the bytes of all.
+
+    Raises:
+        TypeError: a value is neither a tensor nor an array.
+    """
+    parts, size = {}, 0
+    for name, value in state.items():
+        part = parts[name] = _part_of(name, value, size)
+        size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return parts, size
+
+
+def check_same(parts: Mapping[str, Part], state: Mapping[str, Any], *, what: str, partly: bool = False) -> None:
+    """ValueError unless `state` has the names, types and shapes of `parts`; of some of them, if `partly`."""
+    check_known(parts, state)
+    missing = set() if partly else parts.keys() - state.keys()
+    if missing:
+        raise ValueError(explain(f"{_some(missing)} are missing in what is {what}", next="use the names of the first publication"))
+    for name, value in state.items():
+        found = _part_of(name, value, 0)
+        if (found.dtype, found.shape) != (parts[name].dtype, parts[name].shape):
+            have, want = f"{found.dtype} {list(found.shape)}", f"{parts[name].dtype} {list(parts[name].shape)}"
+            raise ValueError(explain(f"{name!r} that is {what} is {have}, and was published as {want}", next="give it that type and shape"))
+
+
+def check_known(parts: Mapping[str, Part], names: Mapping[str, Any]) -> None:
+    """ValueError for a name that was not published."""
+    unknown = names.keys() - parts.keys()
+    if unknown:
+        what = f"{_some(unknown)} are not among the published weights"
+        raise ValueError(explain(what, next="use the names of the first publication"))
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:5])
+
+
+def target_of(value: Any, part: Part) -> Any:
+    """What to read into: the bytes of the value itself, or a bytearray, from which `copy_in` copies afterwards."""
+    torch = _torch_of(value)
+    if torch is not None:
+        if value.device.type == "cpu" and value.is_contiguous():
+            return value.detach().view(-1).view(torch.uint8)
+    elif value.flags.c_contiguous and value.flags.writeable:
+        return value.reshape(-1).view("uint8")
+    return memoryview(bytearray(part.nbytes))
+
+
+def within(targets: Mapping[str, Any], parts: Mapping[str, Part], start: int, end: int) -> Iterator[tuple[Any, int, int]]:
+    """For each target that has a part of bytes `start` to `end` of a copy: what of it, and where that begins and ends in the copy."""
+    for name, target in targets.items():
+        part = parts[name]
+        low, high = max(start, part.offset), min(end, part.offset + part.nbytes)
+        if low < high:
+            yield target[low - part.offset : high - part.offset], low, high
+
+
+def copy_in(data: Any, value: Any, part: Part) -> None:
+    """Copy what `target_of` gave into the value, unless it was read in place."""
+    if not isinstance(data, memoryview) or not part.nbytes:
+        return
+    torch = _torch_of(value)
+    if torch is not None:
+        with torch.no_grad():
+            value.copy_(torch.frombuffer(data, dtype=value.dtype).view(part.shape))
+    else:
+        value[...] = _numpy().frombuffer(data, dtype=value.dtype).reshape(part.shape)
+
+
+def copy_out(value: Any, memory: memoryview, part: Part) -> None:
+    """Copy a tensor or array to its place in a copy."""
+    if not part.nbytes:
+        return
+    here = memory[part.offset : part.offset + part.nbytes]
+    torch = _torch_of(value)
+    if torch is not None:
+        torch.frombuffer(here, dtype=value.dtype).view(part.shape).copy_(value.detach())
+    else:
+        _numpy().frombuffer(here, dtype=value.dtype).reshape(part.shape)[...] = value
+
+
+def view_of(memory: Any, part: Part) -> Any:
+    """The part itself, in a copy that has writable memory: a tensor if one was published, or else an array, which is read-only."""
+    if part.library == "torch":
+        torch: Any = importlib.import_module("torch")
+        dtype = getattr(torch, part.dtype)
+        flat = torch.frombuffer(memory, dtype=dtype, count=_count(part), offset=part.offset) if part.nbytes else torch.empty(0, dtype=dtype)
+        return flat.view(part.shape)
+    numpy = _numpy()
+    array = numpy.frombuffer(memory, dtype=part.dtype, count=_count(part), offset=part.offset).reshape(part.shape)
+    array.flags.writeable = False
+    return array
+
+
+def _count(part: Part) -> int:
+    count = 1
+    for size in part.shape:
+        count *= size
+    return count
+
+
+def _torch_of(value: Any) -> Any:
+    """The torch module when `value` is a tensor; None: it is none."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(value, torch.Tensor) else None
+
+
+def _numpy() -> Any:
+    return importlib.import_module("numpy")
+
+
+def _part_of(name: str, value: Any, offset: int) -> Part:
+    dtype = str(getattr(value, "dtype", "")).rpartition(".")[2]
+    if _torch_of(value) is not None:
+        return Part(offset, int(value.numel() * value.element_size()), dtype, tuple(value.shape), "torch")
+    if hasattr(value, "__array_interface__") and dtype:
+        return Part(offset, int(value.nbytes), dtype, tuple(value.shape), "numpy")
+    what = f"{name!r} is a {type(value).__name__}, neither a tensor nor an array"
+    raise TypeError(explain(what, next="publish tensors or numpy arrays"))
