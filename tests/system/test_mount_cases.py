@@ -1,4 +1,4 @@
-"""Mounts as users have them (cases C41 and C43): versions under readers, odd mount points, processes that die at bad moments."""
+"""Mounts as users have them: versions under readers, odd mount points, processes that die at bad moments."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def replace(path: Path, data: bytes, *, by_rename: bool) -> None:
 
 
 def test_c41_a_refresh_shows_whole_versions_only_while_readers_go_on(source: Path, there: Path) -> None:
-    """C41. A reader may be told (EIO) that he came too late for the bytes of his version; he never gets a mixture."""
+    """A reader may be told (EIO) that he came too late for the bytes of his version; he never gets a mixture."""
     mount = remotemount(this_host(), str(source), str(there))
     mount.open()
     known = [digest(source / "big")]
