@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 
@@ -158,6 +159,19 @@ def test_a_submit_that_waits_for_others_ends_at_its_deadline_and_moves_nothing(e
     first.get(WAIT_S)
     third.get(WAIT_S)
     assert hand.moved == [1, 3]
+
+
+def test_a_submit_that_has_waited_for_another_keeps_no_memory_until_its_deadline(engine, hand):
+    first = engine.submit([op(1, LARGE)], 60)
+    memory = memory_of(bytearray(8))
+    second = engine.submit([op(2)._replace(local=memory)], 60)
+    kept = weakref.ref(memory)
+    del memory
+    hand.gate.set()
+    first.get(WAIT_S)
+    second.get(WAIT_S)
+    engine.close()  # the workers are done
+    assert kept() is None
 
 
 @pytest.mark.parametrize("nbytes", [8, LARGE])

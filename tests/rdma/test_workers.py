@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
-from monarch.rdma.workers import Workers
+from monarch.rdma.workers import IDLE_S, Workers
 
 WAIT_S = 5.0
 
@@ -35,6 +37,14 @@ def test_tasks_run_at_the_same_time_up_to_the_limit(workers):
     done = threading.Event()
     workers.start_task(done.set)
     assert done.wait(WAIT_S) and ran == ["third"]
+
+
+def test_a_thread_that_waits_for_work_keeps_nothing_of_the_last(workers):
+    gone = threading.Event()
+    weakref.finalize(task := partial(print, end=""), gone.set)
+    workers.start_task(task)
+    del task
+    assert gone.wait(IDLE_S / 2)
 
 
 def test_one_thread_does_what_comes_one_after_the_other(workers):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -44,6 +45,7 @@ class Submit:
     """One submit under way."""
 
     __slots__ = (
+        "__weakref__",
         "deadline_s",
         "failed_op",
         "failure",
@@ -184,10 +186,14 @@ class Engine:
         if not before:
             self._begin(submit)
         else:
-            self._call_later(min(timeout_s, threading.TIMEOUT_MAX), lambda: self._give_up(submit))
+            # The timer runs for long after a submit has ended, and must not keep its memory until then.
+            self._call_later(min(timeout_s, threading.TIMEOUT_MAX), partial(self._give_up, weakref.ref(submit)))
         return submit.future
 
-    def _give_up(self, submit: Submit) -> None:
+    def _give_up(self, waiting: weakref.ref[Submit]) -> None:
+        submit = waiting()
+        if submit is None:
+            return
         with submit.lock:
             if submit.started:
                 return

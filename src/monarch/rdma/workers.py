@@ -42,6 +42,7 @@ class Workers:
     def _serve(self) -> None:
         while (task := self._next()) is not None:
             task()
+            del task  # it holds memory of users
 
     def _next(self) -> Callable[[], None] | None:
         with self._wanted:
