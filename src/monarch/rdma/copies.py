@@ -19,6 +19,7 @@ Read next: `weights.py`, which publishes them; `relays.py` for those that pass t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -33,6 +34,7 @@ from monarch.rdma.buffer import RDMABuffer
 from monarch.rdma.errors import NoRoomError, RDMAError, UnavailableError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
+from monarch.rdma.manager import is_published
 from monarch.rdma.vm_transport import machine
 
 _WORD_BYTES = 8
@@ -94,6 +96,7 @@ class Copies:
         spares: how many more there may be while others are mapped.
         """
         self.size = size
+        self.pid = os.getpid()
         self._copies = copies
         self._most = copies + spares
         self._stride = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -117,15 +120,23 @@ class Copies:
         """The newest whole copy."""
         return newest(self._all())
 
+    def check(self) -> None:
+        """RDMAError when nobody can read them any more, or they are not this process's."""
+        if self._is_closed:
+            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
+        # A fork shares this memory with its parent, and would publish in its place.
+        if not is_published(self._buffers[0]._handle):
+            what = "these weights are not published by this process: it is a fork of their owner, or its runtime was shut down since"
+            raise RDMAError(explain(what, where=f"process {os.getpid()}", next="make a new WeightPublisher"))
+
     def begin(self, number: int, version: int) -> memoryview:
         """The memory to fill with a publication. Its slot holds nothing until `arrived` or `finish`.
 
         Raises:
             NoRoomError: all slots are mapped; the text says by whom.
-            RDMAError: they were closed.
+            RDMAError: see `check`.
         """
-        if self._is_closed:
-            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
+        self.check()
         slot = self._choose()
         self._attempts = (self._attempts + 1) % _ATTEMPTS
         self._filling = Copy(slot, (number * _ATTEMPTS + self._attempts) * 2, version, 0)
@@ -205,7 +216,8 @@ class Copies:
         """Take the memory back. Who has mapped it keeps it. Harmless twice."""
         self._is_closed = True
         for buffer in self._buffers:
-            buffer.drop().get()
+            with contextlib.suppress(RDMAError):  # the runtime that has published it was shut down, and took it back
+                buffer.drop().get()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
