@@ -149,6 +149,20 @@ def test_what_fails_does_not_hold_up_what_comes_behind(engine, hand):
             future.get(WAIT_S)
 
 
+def test_a_submit_for_which_there_is_no_thread_fails_and_the_next_one_runs(engine, hand, monkeypatch):
+    hand.gate.set()
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RDMAError, match=r"no thread can be started for it: can't start new thread(?s:.*)ulimit -u"):
+            engine.submit([op(1, LARGE)], 60).get(WAIT_S)
+    engine.submit([op(2, LARGE)], 60).get(WAIT_S)
+    assert hand.moved == [2]
+
+
 def test_a_submit_that_waits_for_others_ends_at_its_deadline_and_moves_nothing(engine, hand):
     first = engine.submit([op(1, LARGE)], 60)
     second = engine.submit([op(2)], 0.05)

@@ -188,10 +188,14 @@ class Copies:
 
     def _add_slot(self) -> int:
         slot = len(self._slots)
-        if self._fd >= 0:
-            memory = memoryview(mmap.mmap(self._fd, self._stride, offset=slot * self._stride))
-        else:
-            memory = memoryview(mmap.mmap(-1, self._stride))
+        try:
+            if self._fd >= 0:
+                memory = memoryview(mmap.mmap(self._fd, self._stride, offset=slot * self._stride))
+            else:
+                memory = memoryview(mmap.mmap(-1, self._stride))
+        except OSError as exc:
+            hint = "raise the limit of open files (ulimit -n) or of memory (ulimit -v)"
+            raise NoRoomError(explain(f"there can be no copy {slot + 1} of the weights: {exc}", next=hint)) from exc
         buffer = RDMABuffer(memory[: self.size].toreadonly())
         data = encode_handle(buffer._handle)
         _HANDLE.pack_into(self._handles, slot * _HANDLE.size, len(data), data)
@@ -291,12 +295,17 @@ class PublishedCopies:
         try:
             if not _lock(fd, fcntl.F_RDLCK, copy.slot) or not self.look(copy.slot, timeout).is_same(copy):
                 return None
-            # It keeps a duplicate of the descriptor, which keeps the lock: the lease ends with the mapping itself.
-            return mmap.mmap(
-                fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=copy.slot * self._file.stride
-            )
+            return self._mapping(fd, copy.slot * self._file.stride)
         finally:
             os.close(fd)
+
+    def _mapping(self, fd: int, offset: int) -> mmap.mmap:
+        """It keeps a duplicate of the descriptor, which keeps the lock: the lease ends with the mapping itself."""
+        try:
+            return mmap.mmap(fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        except OSError as exc:
+            hint = "close() what was mapped before, or raise the limit of open files (ulimit -n) or of memory (ulimit -v)"
+            raise UnavailableError(explain(f"the weights can't be mapped: {exc}", where=self.owner, next=hint)) from exc
 
     def _words(self, first: int, number: int, timeout: int) -> list[int]:
         data = self._read(first * _WORDS * _WORD_BYTES, number * _WORDS * _WORD_BYTES, timeout)
