@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from monarch._runtime.future import Future
 from monarch.actor import shutdown_context
 from monarch.rdma import RDMAError, RDMATimeout, WeightPublisher
 from monarch.rdma import copies as copies_module
@@ -298,6 +299,19 @@ def test_a_publisher_that_outlives_the_runtime_says_so_and_may_be_closed():
     with pytest.raises(RDMAError, match="its runtime was shut down"):
         publisher.publish(state(2))
     publisher.close()
+
+
+def test_relays_that_do_not_end_are_told_and_the_memory_is_free_all_the_same(caplog):
+    class Stopped:
+        def stop(self):
+            return Future._failed(TimeoutError("no outcome within 20 s"))
+
+    publisher = WeightPublisher(state(1))
+    publisher._procs = Stopped()
+    publisher.close()
+    assert "relays of weights have not ended" in caplog.text
+    with pytest.raises(RDMAError, match="not found"):
+        publisher.weights.version()
 
 
 def test_pulling_that_is_interrupted_changes_nothing_afterwards(monkeypatch):

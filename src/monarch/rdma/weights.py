@@ -128,6 +128,8 @@ class WeightPublisher:
         try:
             if procs is not None:
                 procs.stop().get(timeout=_STOP_S)
+        except TimeoutError as exc:  # of a host that is stopped, or can't be reached; what counts is the memory
+            _logger.warning("relays of weights have not ended, and will with this process: reason=%s", exc)
         finally:
             with self._lock:
                 self._copies.close()
