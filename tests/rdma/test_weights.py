@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -312,6 +313,10 @@ def test_relays_that_do_not_end_are_told_and_the_memory_is_free_all_the_same(cap
     assert "relays of weights have not ended" in caplog.text
     with pytest.raises(RDMAError, match="not found"):
         publisher.weights.version()
+
+
+def test_a_timeout_is_not_shortened_to_the_second_below():
+    assert weights_module._left(time.monotonic() + 3) == 3 and weights_module._left(time.monotonic() - 1) == 1
 
 
 def test_pulling_that_is_interrupted_changes_nothing_afterwards(monkeypatch):

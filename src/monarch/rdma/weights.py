@@ -19,6 +19,7 @@ Read next: `copies.py`, `relay_actor.py`, `mapped.py`.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 import threading
@@ -286,4 +287,4 @@ def _checked_version(version: int) -> int:
 
 
 def _left(deadline_s: float) -> int:
-    return max(1, int(deadline_s - time.monotonic()))
+    return max(1, math.ceil(deadline_s - time.monotonic()))
