@@ -15,6 +15,7 @@ from monarch.actor import shutdown_context
 from monarch.rdma import RDMAError, RDMATimeout, WeightPublisher
 from monarch.rdma import copies as copies_module
 from monarch.rdma import weights as weights_module
+from monarch.rdma.errors import UnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +318,23 @@ def test_relays_that_do_not_end_are_told_and_the_memory_is_free_all_the_same(cap
 
 def test_a_timeout_is_not_shortened_to_the_second_below():
     assert weights_module._left(time.monotonic() + 3) == 3 and weights_module._left(time.monotonic() - 1) == 1
+
+
+def test_a_relay_that_can_not_get_weights_is_told_once_and_asked_again(caplog):
+    class Unavailable:
+        asked = 0
+
+        def newest(self, nbytes, timeout):
+            self.asked += 1
+            raise UnavailableError("there is no room for the next version")
+
+    publisher = WeightPublisher(state(1))
+    weights, relay = publisher.weights, Unavailable()
+    weights._sources = [relay, weights._owner]
+    for _ in range(3):
+        weights.pull(state(0))
+    assert relay.asked == 3 and caplog.text.count("no room for the next version") == 1
+    publisher.close()
 
 
 def test_pulling_that_is_interrupted_changes_nothing_afterwards(monkeypatch):

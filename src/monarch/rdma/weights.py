@@ -149,6 +149,8 @@ class Weights:
         self._relays = relays
         self._sources: list[Source] = []
         """Of this process, the best first; the last is the owner. Empty before the first read."""
+        self._told = ""
+        """Why the log has it that the relay is not used."""
 
     def version(self, *, timeout: int = 60) -> int:
         """The version that is published now. Cost: one small one-sided read, of the owner's memory."""
@@ -249,7 +251,9 @@ class Weights:
             except RDMAError as exc:
                 if not isinstance(exc, UnavailableError):
                     self._sources = sources[1:]
-                _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
+                if str(exc) != self._told:
+                    self._told = str(exc)
+                    _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
         return self._use_source(self._owner, use, nbytes, deadline_s)
 
     def _use_source(self, source: Source, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
