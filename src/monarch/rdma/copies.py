@@ -19,7 +19,6 @@ Read next: `weights.py`, which publishes them; `relays.py` for those that pass t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -121,12 +120,11 @@ class Copies:
         return newest(self._all())
 
     def check(self) -> None:
-        """RDMAError when nobody can read them any more, or they are not this process's."""
+        """RDMAError when they were closed, or this is a fork: that shares the memory, and would publish in the place of its parent."""
         if self._is_closed:
             raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
-        # A fork shares this memory with its parent, and would publish in its place.
-        if not is_published(self._buffers[0]._handle):
-            what = "these weights are not published by this process: it is a fork of their owner, or its runtime was shut down since"
+        if os.getpid() != self.pid:
+            what = f"only process {self.pid} publishes these weights, and this is a fork of it"
             raise RDMAError(explain(what, where=f"process {os.getpid()}", next="make a new WeightPublisher"))
 
     def begin(self, number: int, version: int) -> memoryview:
@@ -220,7 +218,7 @@ class Copies:
         """Take the memory back. Who has mapped it keeps it. Harmless twice."""
         self._is_closed = True
         for buffer in self._buffers:
-            with contextlib.suppress(RDMAError):  # the runtime that has published it was shut down, and took it back
+            if is_published(buffer._handle):  # or else the runtime that did so has ended, and taken it back
                 buffer.drop().get()
         if self._fd >= 0:
             os.close(self._fd)
