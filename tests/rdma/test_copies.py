@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import resource
 import signal
 import stat
 import subprocess
@@ -169,3 +170,24 @@ def test_closed_copies_are_an_error_and_what_is_mapped_stays(make):
         with pytest.raises(RDMAError, match="not found"):
             use()
     assert mapped[:] == b"\1" * SIZE
+
+
+def test_limits_of_this_process_are_told_and_leave_everything_as_it_was(make):
+    copies = make(copies=2, spares=2)
+    copy = fill(copies, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(RDMAError, match=r"no copy 2 of the weights(?s:.*)ulimit -n"):
+            copies.begin(2, 20)
+        with pytest.raises(RDMAError, match="can't be opened"):
+            copies.published.map(copy, 10)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        with pytest.raises(RDMAError, match=r"can't be mapped(?s:.*)ulimit -n"):
+            copies.published.map(copy, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert copies.newest() == copy and fill(copies, 2).slot == 1
+    assert copies.published.map(copy, 10)[:] == bytes([1]) * SIZE

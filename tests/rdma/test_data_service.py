@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -204,3 +205,17 @@ def test_an_idle_connection_is_closed():
         reader.channel.receive(memoryview(bytearray(1)), time.monotonic() + WAIT_S)
     reader.channel.close()
     service.close()
+
+
+def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_served(table, service, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        refused = Reader(service)
+    assert refused.sock.recv(1) == b"" and service.num_connections == 0
+    refused.channel.close()
+    served = Reader(service)
+    assert served.read(table, table.add(memory_of(bytearray(b"bytes")))) == b"bytes"
+    served.channel.close()

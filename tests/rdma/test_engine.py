@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 
@@ -148,6 +149,20 @@ def test_what_fails_does_not_hold_up_what_comes_behind(engine, hand):
             future.get(WAIT_S)
 
 
+def test_a_submit_for_which_there_is_no_thread_fails_and_the_next_one_runs(engine, hand, monkeypatch):
+    hand.gate.set()
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RDMAError, match=r"no thread can be started for it: can't start new thread(?s:.*)ulimit -u"):
+            engine.submit([op(1, LARGE)], 60).get(WAIT_S)
+    engine.submit([op(2, LARGE)], 60).get(WAIT_S)
+    assert hand.moved == [2]
+
+
 def test_a_submit_that_waits_for_others_ends_at_its_deadline_and_moves_nothing(engine, hand):
     first = engine.submit([op(1, LARGE)], 60)
     second = engine.submit([op(2)], 0.05)
@@ -158,6 +173,19 @@ def test_a_submit_that_waits_for_others_ends_at_its_deadline_and_moves_nothing(e
     first.get(WAIT_S)
     third.get(WAIT_S)
     assert hand.moved == [1, 3]
+
+
+def test_a_submit_that_has_waited_for_another_keeps_no_memory_until_its_deadline(engine, hand):
+    first = engine.submit([op(1, LARGE)], 60)
+    memory = memory_of(bytearray(8))
+    second = engine.submit([op(2)._replace(local=memory)], 60)
+    kept = weakref.ref(memory)
+    del memory
+    hand.gate.set()
+    first.get(WAIT_S)
+    second.get(WAIT_S)
+    engine.close()  # the workers are done
+    assert kept() is None
 
 
 @pytest.mark.parametrize("nbytes", [8, LARGE])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from monarch._runtime.future import Future
 from monarch.actor import shutdown_context
+from monarch.actor.process import known_process
 from monarch.rdma import RDMAError, RDMATimeout, WeightPublisher
 from monarch.rdma import copies as copies_module
 from monarch.rdma import weights as weights_module
+from monarch.rdma.errors import UnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -194,17 +199,163 @@ def test_weights_of_another_machine_are_not_mapped(monkeypatch):
     publisher.close()
 
 
-def test_a_publication_that_breaks_off_changes_nothing():
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_publication_that_breaks_off_changes_nothing(monkeypatch):
     torch = pytest.importorskip("torch")
     publisher = WeightPublisher({"a": torch.zeros(3)}, version=5, copies=1)
-    with pytest.raises(NotImplementedError):
-        publisher.publish({"a": torch.zeros(3, device="meta")})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(weights_module, "copy_out", interrupted)
+        publisher.publish({"a": torch.ones(3)})
+    with pytest.raises(RDMATimeout, match="the only copy is being filled, or its publication broke off"):
+        publisher.weights.pull({"a": torch.zeros(3)}, timeout=0)
     assert publisher.publish({"a": torch.ones(3)}) == 6
     into = {"a": torch.zeros(3)}
     assert publisher.weights.pull(into) == 6 and torch.equal(into["a"], torch.ones(3))
     publisher.close()
     with pytest.raises(RDMAError, match=r"taken back by close\(\)"):
         publisher.publish({"a": torch.ones(3)})
+
+
+def test_what_is_no_state_dict_is_refused_before_anything_changes():
+    publisher = WeightPublisher(state(1))
+    fixed = np.zeros(7, np.int64)
+    fixed.flags.writeable = False
+    into = {**state(0), "b": fixed}
+    for call, kind, text in (
+        (lambda: publisher.weights.pull(into), ValueError, r"read-only(?s:.*)array\.copy\(\)"),
+        (lambda: publisher.weights.pull(state(0), names=["c"]), ValueError, "c are to be pulled, and there is nothing to pull them into"),
+        (lambda: publisher.weights.pull([1]), TypeError, r"not a list(?s:.*)module\.state_dict\(\)"),
+        (lambda: publisher.weights.pull(state(0), timeout=1.5), TypeError, "integer"),
+        (lambda: publisher.weights.version(timeout=-1), OverflowError, "give whole seconds"),
+        (lambda: publisher.publish(state(2), version=2**63), ValueError, "more than 64 bits"),
+        (lambda: publisher.publish(state(2), version="2"), TypeError, "integer"),
+        (lambda: publisher.publish(None), TypeError, "not a NoneType"),
+        (lambda: WeightPublisher({"a": np.array([object()])}), TypeError, "without plain elements: object"),
+        (lambda: WeightPublisher({"a": np.zeros(2, [("x", "i4")])}), TypeError, "one for each field"),
+        (lambda: pickle.dumps(publisher), TypeError, r"stays in the process(?s:.*)publisher\.weights"),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    assert same({**into, "b": state(0)["b"]}, state(0)) and not fixed.any()
+    assert publisher.weights.version() == 0
+    publisher.close()
+
+
+@pytest.mark.parametrize("kind", ["quantized", "sparse", "meta", "expanded"])
+def test_tensors_without_elements_of_their_own_are_refused(kind):
+    torch = pytest.importorskip("torch")
+    publisher = WeightPublisher({"a": torch.ones(2, 3)})
+    if kind == "expanded":
+        with pytest.raises(ValueError, match=r"several of its elements are the same memory(?s:.*)clone\(\)"):
+            publisher.weights.pull({"a": torch.zeros(3).expand(2, 3)})
+    else:
+        make = {"sparse": torch.Tensor.to_sparse, "meta": lambda tensor: tensor.to("meta")}
+        tensor = make.get(kind, lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.quint8))(torch.ones(2, 3))
+        for call in (lambda: publisher.weights.pull({"a": tensor}), lambda: WeightPublisher({"a": tensor})):
+            with pytest.raises(TypeError, match="'a' is a tensor without plain elements"):
+                call()
+    publisher.close()
+
+
+def test_conjugated_tensors_and_matrices_get_what_was_published():
+    torch = pytest.importorskip("torch")
+    publisher = WeightPublisher({"a": torch.full((2,), 1 + 2j), "b": np.ones((2, 2))})
+    into = {"a": torch.zeros(2, dtype=torch.complex64).conj(), "b": np.zeros((2, 2)).view(np.matrix)}
+    publisher.weights.pull(into)
+    assert into["a"].tolist() == [1 + 2j] * 2 and into["b"].min() == 1
+    publisher.close()
+
+
+def test_a_publisher_that_can_not_be_made_leaves_nothing():
+    before = sorted(os.listdir("/proc/self/fd"))
+    for wrong in ({"version": 2**63}, {"hosts": "none"}):
+        with pytest.raises((ValueError, AttributeError)):
+            WeightPublisher(state(1), **wrong)
+    left = set(os.listdir("/proc/self/fd")) - set(before)
+    assert not [fd for fd in left if "monarch-weights" in os.path.realpath(f"/proc/self/fd/{fd}")]
+
+
+def test_a_fork_neither_publishes_in_the_place_of_its_parent_nor_closes_for_it():
+    publisher = WeightPublisher(state(1))
+    with publisher._lock:
+        pid = os.fork()
+        if not pid:
+            try:
+                publisher.close()
+                publisher.publish(state(2))
+            except RDMAError as exc:
+                os._exit("this is a fork of it" in str(exc))
+            finally:
+                os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    into = state(0)
+    assert publisher.publish(state(3)) == publisher.weights.pull(into) == 1 and same(into, state(3))
+    publisher.close()
+
+
+def test_a_publisher_that_outlives_the_runtime_is_closed_without_another_one():
+    publisher = WeightPublisher(state(1))
+    shutdown_context().get(timeout=10)
+    publisher.close()
+    assert known_process() is None
+
+
+def test_relays_that_do_not_end_are_told_and_the_memory_is_free_all_the_same(caplog):
+    class Stopped:
+        def stop(self):
+            return Future._failed(TimeoutError("no outcome within 20 s"))
+
+    publisher = WeightPublisher(state(1))
+    publisher._procs = Stopped()
+    publisher.close()
+    assert "relays of weights have not ended" in caplog.text
+    with pytest.raises(RDMAError, match="not found"):
+        publisher.weights.version()
+
+
+def test_a_timeout_is_not_shortened_to_the_second_below():
+    assert weights_module._left(time.monotonic() + 3) == 3 and weights_module._left(time.monotonic() - 1) == 1
+
+
+def test_a_relay_that_can_not_get_weights_is_told_once_and_asked_again(caplog):
+    class Unavailable:
+        asked = 0
+
+        def newest(self, nbytes, timeout):
+            self.asked += 1
+            raise UnavailableError("there is no room for the next version")
+
+    publisher = WeightPublisher(state(1))
+    weights, relay = publisher.weights, Unavailable()
+    weights._sources = [relay, weights._owner]
+    for _ in range(3):
+        weights.pull(state(0))
+    assert relay.asked == 3 and caplog.text.count("no room for the next version") == 1
+    publisher.close()
+
+
+def test_pulling_that_is_interrupted_changes_nothing_afterwards(monkeypatch):
+    publisher = WeightPublisher(state(1))
+    submit, ended = weights_module.RDMAAction.submit, []
+
+    class Interrupted:
+        def __init__(self, future):
+            self.future = future
+
+        def get(self):
+            raise KeyboardInterrupt
+
+        def exception(self):
+            ended.append(self.future.exception(10))
+
+    monkeypatch.setattr(weights_module.RDMAAction, "submit", lambda self, **options: Interrupted(submit(self, **options)))
+    with pytest.raises(KeyboardInterrupt):
+        publisher.weights.pull(state(0))
+    assert ended == [None]
+    publisher.close()
 
 
 def test_without_memory_files_weights_are_pulled_and_not_mapped(monkeypatch):

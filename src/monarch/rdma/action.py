@@ -38,6 +38,7 @@ class RDMAAction:
 
         Raises:
             ValueError: `dst` is no contiguous memory, is read-only, or is shorter than `src`.
+            TypeError: `src` is no RDMABuffer.
             RuntimeError: a submit is under way.
         """
         self._check_idle()
@@ -49,6 +50,7 @@ class RDMAAction:
 
         Raises:
             ValueError: `src` is no contiguous memory, or is longer than `dst`, or `dst` is read-only.
+            TypeError: `dst` is no RDMABuffer.
             RuntimeError: a submit is under way.
         """
         self._check_idle()
@@ -91,7 +93,11 @@ class RDMAAction:
 
 def read_op(dst: Any, src: RDMABuffer) -> Op:
     """Remote `src` to local `dst`; raises as `RDMAAction.read_remote`."""
-    local, nbytes = memory_of(dst), src._nbytes
+    try:
+        nbytes = src._nbytes
+    except AttributeError:
+        raise _no_buffer(src) from None
+    local = memory_of(dst)
     if local.is_readonly:
         hint = "read into a bytearray, an array, a tensor, or a memoryview of one"
         raise ValueError(explain("destination local memory is read-only; reading into it would change an immutable object", next=hint))
@@ -103,7 +109,11 @@ def read_op(dst: Any, src: RDMABuffer) -> Op:
 
 def write_op(dst: RDMABuffer, src: Any) -> Op:
     """Local `src` to remote `dst`; raises as `RDMAAction.write_remote`."""
-    local, handle = memory_of(src), dst._handle
+    try:
+        handle = dst._handle
+    except AttributeError:
+        raise _no_buffer(dst) from None
+    local = memory_of(src)
     if local.nbytes > dst._nbytes:
         what = f"source local memory size ({local.nbytes}) must be <= remote buffer size ({dst._nbytes})"
         raise ValueError(explain(what, next="write a slice of the source"))
@@ -111,6 +121,11 @@ def write_op(dst: RDMABuffer, src: Any) -> Op:
         what = f"buffer {handle.number} of {handle.ref.uid} is over read-only memory"
         raise ValueError(explain(what, next="make the RDMABuffer over writable memory, such as a bytearray"))
     return Op("write", local, 0, handle, dst._offset, local.nbytes)
+
+
+def _no_buffer(value: object) -> TypeError:
+    hint = "write read_remote(memory, buffer) or write_remote(buffer, memory)"
+    return TypeError(explain(f"the remote side of a transfer is an RDMABuffer, not a {type(value).__name__}", next=hint))
 
 
 def checked_timeout(timeout: int) -> int:

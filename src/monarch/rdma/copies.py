@@ -33,6 +33,7 @@ from monarch.rdma.buffer import RDMABuffer
 from monarch.rdma.errors import NoRoomError, RDMAError, UnavailableError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
+from monarch.rdma.manager import is_published
 from monarch.rdma.vm_transport import machine
 
 _WORD_BYTES = 8
@@ -94,6 +95,7 @@ class Copies:
         spares: how many more there may be while others are mapped.
         """
         self.size = size
+        self.pid = os.getpid()
         self._copies = copies
         self._most = copies + spares
         self._stride = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -117,15 +119,22 @@ class Copies:
         """The newest whole copy."""
         return newest(self._all())
 
+    def check(self) -> None:
+        """RDMAError when they were closed, or this is a fork: that shares the memory, and would publish in the place of its parent."""
+        if self._is_closed:
+            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
+        if os.getpid() != self.pid:
+            what = f"only process {self.pid} publishes these weights, and this is a fork of it"
+            raise RDMAError(explain(what, where=f"process {os.getpid()}", next="make a new WeightPublisher"))
+
     def begin(self, number: int, version: int) -> memoryview:
         """The memory to fill with a publication. Its slot holds nothing until `arrived` or `finish`.
 
         Raises:
             NoRoomError: all slots are mapped; the text says by whom.
-            RDMAError: they were closed.
+            RDMAError: see `check`.
         """
-        if self._is_closed:
-            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
+        self.check()
         slot = self._choose()
         self._attempts = (self._attempts + 1) % _ATTEMPTS
         self._filling = Copy(slot, (number * _ATTEMPTS + self._attempts) * 2, version, 0)
@@ -177,10 +186,14 @@ class Copies:
 
     def _add_slot(self) -> int:
         slot = len(self._slots)
-        if self._fd >= 0:
-            memory = memoryview(mmap.mmap(self._fd, self._stride, offset=slot * self._stride))
-        else:
-            memory = memoryview(mmap.mmap(-1, self._stride))
+        try:
+            if self._fd >= 0:
+                memory = memoryview(mmap.mmap(self._fd, self._stride, offset=slot * self._stride))
+            else:
+                memory = memoryview(mmap.mmap(-1, self._stride))
+        except OSError as exc:
+            hint = "raise the limit of open files (ulimit -n) or of memory (ulimit -v)"
+            raise NoRoomError(explain(f"there can be no copy {slot + 1} of the weights: {exc}", next=hint)) from exc
         buffer = RDMABuffer(memory[: self.size].toreadonly())
         data = encode_handle(buffer._handle)
         _HANDLE.pack_into(self._handles, slot * _HANDLE.size, len(data), data)
@@ -205,7 +218,8 @@ class Copies:
         """Take the memory back. Who has mapped it keeps it. Harmless twice."""
         self._is_closed = True
         for buffer in self._buffers:
-            buffer.drop().get()
+            if is_published(buffer._handle):  # or else the runtime that did so has ended, and taken it back
+                buffer.drop().get()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -279,12 +293,17 @@ class PublishedCopies:
         try:
             if not _lock(fd, fcntl.F_RDLCK, copy.slot) or not self.look(copy.slot, timeout).is_same(copy):
                 return None
-            # It keeps a duplicate of the descriptor, which keeps the lock: the lease ends with the mapping itself.
-            return mmap.mmap(
-                fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=copy.slot * self._file.stride
-            )
+            return self._mapping(fd, copy.slot * self._file.stride)
         finally:
             os.close(fd)
+
+    def _mapping(self, fd: int, offset: int) -> mmap.mmap:
+        """It keeps a duplicate of the descriptor, which keeps the lock: the lease ends with the mapping itself."""
+        try:
+            return mmap.mmap(fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        except OSError as exc:
+            hint = "close() what was mapped before, or raise the limit of open files (ulimit -n) or of memory (ulimit -v)"
+            raise UnavailableError(explain(f"the weights can't be mapped: {exc}", where=self.owner, next=hint)) from exc
 
     def _words(self, first: int, number: int, timeout: int) -> list[int]:
         data = self._read(first * _WORDS * _WORD_BYTES, number * _WORDS * _WORD_BYTES, timeout)

@@ -102,8 +102,13 @@ class DataService:
                 sock.close()
                 return
             connection = _Connection(self, Channel(sock), peer, self._idle_s, greeting, why)
+            try:
+                connection.thread.start()
+            except RuntimeError as exc:  # at the limit of threads or memory; the reader tries again, and says so in the end
+                _logger.warning("data connection closed: peer=%s reason=%s", peer, exc)
+                connection.channel.close()
+                return
             self._connections.add(connection)
-            connection.thread.start()
 
     def forget(self, connection: _Connection) -> None:
         """A connection is over. Thread: its own."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -44,6 +45,7 @@ class Submit:
     """One submit under way."""
 
     __slots__ = (
+        "__weakref__",
         "deadline_s",
         "failed_op",
         "failure",
@@ -184,10 +186,14 @@ class Engine:
         if not before:
             self._begin(submit)
         else:
-            self._call_later(min(timeout_s, threading.TIMEOUT_MAX), lambda: self._give_up(submit))
+            # The timer runs for long after a submit has ended, and must not keep its memory until then.
+            self._call_later(min(timeout_s, threading.TIMEOUT_MAX), partial(self._give_up, weakref.ref(submit)))
         return submit.future
 
-    def _give_up(self, submit: Submit) -> None:
+    def _give_up(self, waiting: weakref.ref[Submit]) -> None:
+        submit = waiting()
+        if submit is None:
+            return
         with submit.lock:
             if submit.started:
                 return
@@ -207,7 +213,12 @@ class Engine:
         handle = submit.ops[0].handle
         known = self._choice.known(handle)
         pool = f"choice {handle.ref.host or handle.ref.uid}" if known is None else known.lane(handle)
-        self._pool(pool).start_task(lambda: self._plan(submit, pool))
+        try:
+            self._pool(pool).start_task(lambda: self._plan(submit, pool))
+        except RuntimeError as exc:
+            hint = "raise the limit of threads (ulimit -u), or that of memory"
+            self._fail(submit, TransferError(f"no thread can be started for it: {exc}", next=hint))
+            self._end(submit)
 
     def _plan(self, submit: Submit, own_pool: str) -> None:
         """Find transports and hand out the pieces; on a worker, because a connection may have to be made."""
@@ -231,7 +242,10 @@ class Engine:
         submit.num_running = len(tasks)
         stays = tasks[0][0] == own_pool
         for lane, transport, shared in tasks[stays:]:
-            self._pool(lane).start_task(partial(self._move, submit, transport, shared))
+            try:
+                self._pool(lane).start_task(partial(self._move, submit, transport, shared))
+            except RuntimeError:  # no thread can be started: better late than never
+                self._move(submit, transport, shared)
         if stays:
             self._move(submit, tasks[0][1], tasks[0][2])
 

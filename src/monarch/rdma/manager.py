@@ -30,7 +30,7 @@ from monarch._wire.memory_messages import (
     nothing_published,
 )
 from monarch._wire.messages import ProcExited, WatchProc
-from monarch.actor.process import Process, this_process
+from monarch.actor.process import Process, known_process, this_process
 from monarch.rdma.backend import check_backend
 from monarch.rdma.cuda_memory import TorchCuda
 from monarch.rdma.device_service import CudaDevice, DeviceService
@@ -222,6 +222,16 @@ def own_manager() -> Manager:
             manager = process.memory = Manager(process)
             _alive.add(manager)
         return manager
+
+
+def is_published(handle: Handle) -> bool:
+    """Whether this process lets others at a region; a fork of the owner does not, nor does an owner whose runtime has ended."""
+    process = known_process()
+    manager = None if process is None else process.memory
+    if not isinstance(manager, Manager) or manager.pid != os.getpid():
+        return False
+    table = manager._table
+    return table is not None and table.nonce == handle.nonce and table.is_live(handle.generation)
 
 
 def _after_fork() -> None:

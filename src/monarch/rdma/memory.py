@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from monarch._base.buffers import address_of
 from monarch._base.errors import explain
@@ -94,6 +94,10 @@ class LocalMemory:
     def downgrade(self) -> WeakMemory | None:
         """A handle that does not pin; None when nothing tells when the memory goes."""
         return None if self._anchor is None else WeakMemory(self)
+
+    def __reduce__(self) -> NoReturn:
+        hint = "send RDMABuffers, and make the RDMAAction in the process that submits it"
+        raise TypeError(explain("memory of this process can't be copied or sent", next=hint))
 
     def __repr__(self) -> str:
         return f"<LocalMemory of {self.nbytes} bytes on {self.device}>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from monarch._base.errors import explain
@@ -36,8 +36,9 @@ def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Part], int]:
     """The parts of a state dict one after the other, and the bytes of all.
 
     Raises:
-        TypeError: a value is neither a tensor nor an array.
+        TypeError: it is no mapping, or a value is no tensor or array with plain elements.
     """
+    _check_mapping(state)
     parts, size = {}, 0
     for name, value in state.items():
         part = parts[name] = _part_of(name, value, size)
@@ -46,7 +47,8 @@ def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Part], int]:
 
 
 def check_same(parts: Mapping[str, Part], state: Mapping[str, Any], *, what: str, partly: bool = False) -> None:
-    """ValueError unless `state` has the names, types and shapes of `parts`; of some of them, if `partly`."""
+    """ValueError unless `state` has the names, types and shapes of `parts`; of some of them, if `partly`. TypeError as of `parts_of`."""
+    _check_mapping(state)
     check_known(parts, state)
     missing = set() if partly else parts.keys() - state.keys()
     if missing:
@@ -66,18 +68,46 @@ def check_known(parts: Mapping[str, Part], names: Mapping[str, Any]) -> None:
         raise ValueError(explain(what, next="use the names of the first publication"))
 
 
+def chosen_of(into: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+    """Those of `into` that have these names; None: all. ValueError for a name that is not in it, TypeError when it is no mapping."""
+    _check_mapping(into)
+    if names is None:
+        return dict(into)
+    names = list(names)
+    missing = set(names) - into.keys()
+    if missing:
+        what = f"{_some(missing)} are to be pulled, and there is nothing to pull them into"
+        raise ValueError(explain(what, next="give a tensor or an array for each of the names"))
+    return {name: into[name] for name in names}
+
+
+def _check_mapping(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        what = f"weights are a mapping of names to tensors or arrays, not a {type(state).__name__}"
+        raise TypeError(explain(what, next="pass a dict, such as module.state_dict()"))
+
+
 def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:5])
+    return ", ".join(sorted(map(str, names))[:5])
 
 
 def target_of(value: Any, part: Part) -> Any:
-    """What to read into: the bytes of the value itself, or a bytearray, from which `copy_in` copies afterwards."""
+    """What to read into: the bytes of the value itself, or a bytearray, from which `copy_in` copies afterwards.
+
+    Raises:
+        ValueError: nothing can be written to it, or several of its elements are the same memory.
+    """
     torch = _torch_of(value)
     if torch is not None:
-        if value.device.type == "cpu" and value.is_contiguous():
+        if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+            what = f"a tensor to pull into has strides {value.stride()}, so that several of its elements are the same memory"
+            raise ValueError(explain(what, next="pull into tensor.clone()"))
+        if value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
             return value.detach().view(-1).view(torch.uint8)
-    elif value.flags.c_contiguous and value.flags.writeable:
-        return value.reshape(-1).view("uint8")
+    elif not value.flags.writeable:
+        raise ValueError(explain("an array to pull into is read-only", next="pull into array.copy()"))
+    elif value.flags.c_contiguous:
+        return _numpy().asarray(value).reshape(-1).view("uint8")
     return memoryview(bytearray(part.nbytes))
 
 
@@ -146,9 +176,16 @@ def _numpy() -> Any:
 
 def _part_of(name: str, value: Any, offset: int) -> Part:
     dtype = str(getattr(value, "dtype", "")).rpartition(".")[2]
-    if _torch_of(value) is not None:
+    torch = _torch_of(value)
+    if torch is not None:
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            what = f"{name!r} is a tensor without plain elements: {value.dtype}, {value.layout}, on {value.device}"
+            raise TypeError(explain(what, next="use the tensors that it is made of, such as its values() or int_repr()"))
         return Part(offset, int(value.numel() * value.element_size()), dtype, tuple(value.shape), "torch")
     if hasattr(value, "__array_interface__") and dtype:
+        if value.dtype.hasobject or value.dtype.names is not None:
+            what = f"{name!r} is an array without plain elements: {value.dtype}"
+            raise TypeError(explain(what, next="use arrays of numbers, such as one for each field"))
         return Part(offset, int(value.nbytes), dtype, tuple(value.shape), "numpy")
     what = f"{name!r} is a {type(value).__name__}, neither a tensor nor an array"
     raise TypeError(explain(what, next="publish tensors or numpy arrays"))

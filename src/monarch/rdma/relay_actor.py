@@ -28,6 +28,8 @@ _AHEAD = 2
 _PATIENCE_S = 30
 """How long one piece may take before another upstream is tried."""
 _JOIN_S = 5.0
+_START_S = 120.0
+"""How long a host may take to start a process; a stopped one never does."""
 
 
 class Guest(NamedTuple):
@@ -213,12 +215,15 @@ def start_relays(procs: ProcMesh, owner: PublishedCopies, size: int, *, copies: 
     """Start a relay in each of these processes, which are of different hosts.
 
     A relay that dies is nobody's failure: who reads from it reads elsewhere.
+
+    Raises:
+        TimeoutError, SupervisionError: one of them does not start, or its host has died.
     """
     mesh = procs.supervised(Ignore()).spawn("relay", RelayActor, size, copies, spares).flatten("rank")
     places: dict[str, tuple[int, PublishedCopies]] = {}
-    for rank, (host, published) in enumerate(mesh.place.call().get().values()):
+    for rank, (host, published) in enumerate(mesh.place.call().get(_START_S).values()):
         if host != own_host():  # that would only send the weights through the owner's link once more
             places.setdefault(host, (rank, published))
     relays = Relays(mesh, places)
-    mesh.connect.call(relays, owner).get()
+    mesh.connect.call(relays, owner).get(_START_S)
     return relays

@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     def _ask(self, answer: Future[Copy | None], timeout: int) -> Copy:
         try:
-            copy = answer.get(timeout + 1)
+            copy = answer.get(timeout)
         except RDMAError as exc:
             raise UnavailableError(explain(f"the relay could not get the weights: {exc}", where=self.copies.owner)) from exc
         except TimeoutError:

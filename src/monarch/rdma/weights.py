@@ -19,17 +19,20 @@ Read next: `copies.py`, `relay_actor.py`, `mapped.py`.
 from __future__ import annotations
 
 import logging
+import math
+import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from monarch._base.errors import explain
-from monarch.rdma.action import RDMAAction
+from monarch.rdma.action import RDMAAction, checked_timeout
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
 from monarch.rdma.mapped import MappedWeights
-from monarch.rdma.parts import Part, check_known, check_same, copy_in, copy_out, parts_of, target_of, within
+from monarch.rdma.parts import Part, check_known, check_same, chosen_of, copy_in, copy_out, parts_of, target_of, within
 from monarch.rdma.relay_actor import start_relays
 from monarch.rdma.relays import Question
 from monarch.rdma.sources import Relays, Source, own_host
@@ -61,8 +64,8 @@ class WeightPublisher:
                 goes on from host to host, and only when somebody wants it. Needs the memory of two to `copies + spares` versions there.
 
         Raises:
-            ValueError: there is no tensor in it, or `copies` or `spares` is none of 1 to 16.
-            TypeError: a value is neither a tensor nor an array.
+            ValueError: there is no tensor in it, or `copies` or `spares` is none of 1 to 16, or `version` has more than 64 bits.
+            TypeError: it is no mapping, or a value is no tensor or array with plain elements.
 
         Cost: `copies` times the memory of `state`, and one copy of it now and at each publication.
         """
@@ -76,15 +79,15 @@ class WeightPublisher:
         self._copies = Copies(size, copies=copies, spares=spares)
         self._last = NOTHING
         self._procs: ProcMesh | None = None
-        self.publish(state, version=version)
         relays = None
-        if hosts is not None:
-            self._procs = hosts.spawn_procs(name="weights-relay")
-            try:
+        try:
+            self.publish(state, version=version)
+            if hosts is not None:
+                self._procs = hosts.spawn_procs(name="weights-relay")
                 relays = start_relays(self._procs, self._copies.published, size, copies=copies, spares=spares)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
         self.weights = Weights(self._copies.published, parts, relays)
         """The handle; the same for all versions."""
 
@@ -99,15 +102,16 @@ class WeightPublisher:
             The version.
 
         Raises:
-            ValueError: another name, shape or type; nothing was published.
-            RDMAError: readers map every copy but the newest, and there are no more spares; the text says who. Or it was closed.
+            ValueError: another name, shape or type, or a version of more than 64 bits; nothing was published.
+            RDMAError: readers map every copy but the newest, and there are no more spares; the text says who. Or it was closed, or
+                this is a fork of the process that made it.
 
         Cost: one copy of the weights; what is on a GPU is copied from there.
         """
         check_same(self._parts, state, what="published")
+        self._copies.check()  # also here: a fork may find the lock taken
         with self._lock:
-            if version is None:
-                version = self._last.version + 1
+            version = _checked_version(self._last.version + 1 if version is None else version)
             memory = self._copies.begin(self._last.number + 1, version)
             try:
                 for name, part in self._parts.items():
@@ -119,10 +123,20 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Take the memory back and end the relays; who pulls from then on gets `RDMAError`. What is mapped stays with who has mapped it."""
+        if self._copies.pid != os.getpid():
+            return  # a fork has no share in them
         procs, self._procs = self._procs, None
-        if procs is not None:
-            procs.stop().get(timeout=_STOP_S)
-        self._copies.close()
+        try:
+            if procs is not None:
+                procs.stop().get(timeout=_STOP_S)
+        except TimeoutError as exc:  # of a host that is stopped, or can't be reached; what counts is the memory
+            _logger.warning("relays of weights have not ended, and will with this process: reason=%s", exc)
+        finally:
+            with self._lock:
+                self._copies.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(explain("a WeightPublisher stays in the process that made it", next="send its handle: publisher.weights"))
 
 
 class Weights:
@@ -135,10 +149,13 @@ class Weights:
         self._relays = relays
         self._sources: list[Source] = []
         """Of this process, the best first; the last is the owner. Empty before the first read."""
+        self._told = ""
+        """Why the log has it that the relay is not used."""
 
     def version(self, *, timeout: int = 60) -> int:
         """The version that is published now. Cost: one small one-sided read, of the owner's memory."""
-        return self._use_source(self._owner, lambda *_: True, 1, time.monotonic() + timeout)[0].version
+        deadline_s = time.monotonic() + checked_timeout(timeout)
+        return self._use_source(self._owner, lambda *_: True, 1, deadline_s)[0].version
 
     def pull(self, into: Mapping[str, Any], *, names: Iterable[str] | None = None, timeout: int = 60) -> int:
         """Copy published weights into tensors or arrays of this process; all of one version, at least as new as `version()` is now.
@@ -153,12 +170,13 @@ class Weights:
             The version.
 
         Raises:
-            ValueError: a name, shape or type that is not the published one; nothing was changed.
+            ValueError: a name, shape or type that is not the published one, or what can't be written to; nothing was changed.
+            TypeError: `into` is no mapping, or has what is no tensor or array; or the timeout is no whole number.
             RDMATimeout: not done in time, or the owner publishes faster than this process reads. What was pulled so far is of
                 several versions.
             RDMAError: the owner has ended, or closed the publisher.
         """
-        wanted = {name: into[name] for name in (into if names is None else names)}
+        wanted = chosen_of(into, names)
         check_same(self.parts, wanted, what="pulled", partly=True)
         targets = {name: target_of(value, self.parts[name]) for name, value in wanted.items()}
 
@@ -168,7 +186,11 @@ class Weights:
                 action = RDMAAction()
                 for target, start, end in within(targets, self.parts, done, copy.arrived):
                     action.read_remote(target, memory[start:end])
-                action.submit(timeout=_left(deadline_s)).get()
+                reading = action.submit(timeout=_left(deadline_s))
+                try:
+                    reading.get()
+                finally:  # after Ctrl-C it still writes to the tensors, into which somebody may pull again
+                    reading.exception()
                 now, done = source.copies.look(copy.slot, _left(deadline_s)), copy.arrived
                 if now.is_same(copy) and done == now.arrived < source.copies.size:
                     now = source.wait_copy(Question(copy.number, copy, done + 1), _left(deadline_s))
@@ -219,7 +241,7 @@ class Weights:
         Args:
             use: gives None when it has not.
         """
-        deadline_s = time.monotonic() + timeout
+        deadline_s = time.monotonic() + checked_timeout(timeout)
         sources = self._own_sources()
         if len(sources) > 1:
             try:
@@ -229,7 +251,9 @@ class Weights:
             except RDMAError as exc:
                 if not isinstance(exc, UnavailableError):
                     self._sources = sources[1:]
-                _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
+                if str(exc) != self._told:
+                    self._told = str(exc)
+                    _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
         return self._use_source(self._owner, use, nbytes, deadline_s)
 
     def _use_source(self, source: Source, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
@@ -240,7 +264,11 @@ class Weights:
                 return copy, used
             if time.monotonic() >= deadline_s:
                 hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"
-                raise RDMATimeout(explain("no version could be read whole in time: the next ones came too soon", next=hint))
+                what = "no version could be read whole in time: the next ones came too soon"
+                if copy == NOTHING:
+                    what = "no version was whole in time: the only copy is being filled, or its publication broke off"
+                    hint = "publish again, and with more copies: WeightPublisher(..., copies=2)"
+                raise RDMATimeout(explain(what, where=source.copies.owner, next=hint))
 
     def _own_sources(self) -> list[Source]:
         if not self._sources:
@@ -255,5 +283,12 @@ class Weights:
         return f"<Weights: {len(self.parts)} tensors, {sum(part.nbytes for part in self.parts.values())} bytes>"
 
 
+def _checked_version(version: int) -> int:
+    number = operator.index(version)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(explain(f"version {number} has more than 64 bits", next="count versions from 0"))
+    return number
+
+
 def _left(deadline_s: float) -> int:
-    return max(1, int(deadline_s - time.monotonic()))
+    return max(1, math.ceil(deadline_s - time.monotonic()))

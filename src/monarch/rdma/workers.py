@@ -29,19 +29,33 @@ class Workers:
         self._closed = False
 
     def start_task(self, task: Callable[[], None]) -> None:
-        """Run `task()` on some thread, soon. Tasks begin in order. Unbounded: each belongs to a submit that somebody holds."""
+        """Run `task()` on some thread, soon. Tasks begin in order. Unbounded: each belongs to a submit that somebody holds.
+
+        Raises:
+            RuntimeError: there is no thread, and none can be started; the task is forgotten.
+        """
         with self._wanted:
             self._work.append(task)
             if self._num_idle >= len(self._work):
                 self._wanted.notify()
             elif len(self._threads) < self._limit:
-                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._threads.add(thread)
-                thread.start()
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                self._work.pop()
+                raise
+        else:
+            self._threads.add(thread)
 
     def _serve(self) -> None:
         while (task := self._next()) is not None:
             task()
+            del task  # it holds memory of users
 
     def _next(self) -> Callable[[], None] | None:
         with self._wanted:
