@@ -66,11 +66,11 @@ class Launch:
             is_near = process.proc.router.is_near(agent)
             if not process.proc.tell(agent, requests.for_agent(group, is_near=is_near)):
                 end = process.proc.fates.gone.get(agent.uid)
-                why, how = "the agent of its host has ended", "killed"
+                why = "the agent of its host has ended"
                 if end is not None and end.how == "denied":
-                    why, how = f"its host {address} can't be used: {end.reason}", "launch"
+                    why = f"its host {address} can't be used: {end.reason}"
                 for spec in group:
-                    process.proc.loop.call_soon(process.proc.fates.on_exited, messages.ProcExited(spec.proc, why, how))
+                    process.proc.loop.call_soon(process.proc.fates.on_exited, messages.ProcExited(spec.proc, why, "launch"))
         _expect(process, core, [spec.proc for spec in specs])
         if self._setup[0] is not None:
             process.controller_table()  # what the bootstrap spawns may ask for a controller
