@@ -94,11 +94,8 @@ class RDMABuffer:
             raise TypeError(explain(f"an RDMABuffer takes slices of bytes, not {part!r}", next="write buffer[start:stop]"))
         start, stop, _ = part.indices(self._nbytes)
         if stop <= start:
-            raise ValueError(
-                explain(
-                    f"bytes {start} to {stop} of an RDMABuffer of {self._nbytes} are none", next="Cannot create RDMABuffer with size 0."
-                )
-            )
+            what = f"Cannot create RDMABuffer with size 0. No byte of a buffer of {self._nbytes} bytes is in [{part.start}:{part.stop}]"
+            raise ValueError(explain(what, next="slices count bytes, not elements, and end where the buffer ends"))
         return self._of(self._handle, self._offset + start, stop - start)
 
     def read_into(self, dst: Any, *, timeout: int = 60) -> Future[None]:

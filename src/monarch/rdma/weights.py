@@ -153,11 +153,15 @@ class Weights:
             The version.
 
         Raises:
+            TypeError: `into` is no mapping, such as a module.
             ValueError: a name, shape or type that is not the published one; nothing was changed.
             RDMATimeout: not done in time, or the owner publishes faster than this process reads. What was pulled so far is of
                 several versions.
             RDMAError: the owner has ended, or closed the publisher.
         """
+        if not isinstance(into, Mapping):
+            what = f"weights are pulled into a dict of tensors or arrays, not a {type(into).__name__}"
+            raise TypeError(explain(what, next="pull into module.state_dict(), whose tensors are those of the module"))
         wanted = {name: into[name] for name in (into if names is None else names)}
         check_same(self.parts, wanted, what="pulled", partly=True)
         targets = {name: target_of(value, self.parts[name]) for name, value in wanted.items()}
