@@ -118,6 +118,13 @@ REFUSED = {
 }
 
 
+def test_a_contiguous_matrix_is_viewed_and_only_a_strided_one_is_copied():
+    with pytest.raises(ValueError, match=r"  next:  pass tensor\.view\(-1\), which is the same memory"):
+        memory_of(matrix_tensor())
+    with pytest.raises(ValueError, match=r"  next:  pass tensor\.contiguous\(\)\.view\(-1\), which is a copy"):
+        memory_of(strided_tensor())
+
+
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
 def test_what_has_no_plain_run_of_bytes_is_refused_with_a_way_on(make):
     with pytest.raises(ValueError, match=SHAPE_ERROR + r"(.|\n)*  next:  "):

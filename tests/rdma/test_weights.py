@@ -76,6 +76,13 @@ def test_what_does_not_fit_is_refused(into, text):
     publisher.close()
 
 
+def test_a_module_instead_of_its_state_dict_is_refused_with_the_way_on():
+    publisher = WeightPublisher(state(1))
+    with pytest.raises(TypeError, match=r"not a range\n  next:  pass a dict, such as module.state_dict\(\)"):
+        publisher.weights.pull(range(3))
+    publisher.close()
+
+
 def test_a_publication_that_does_not_fit_changes_nothing():
     publisher = WeightPublisher(state(1))
     for wrong in ({"a": state(2)["a"]}, {**state(2), "b": np.zeros(8, np.int64)}):

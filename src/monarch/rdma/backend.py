@@ -9,7 +9,7 @@ import re
 import warnings
 
 from monarch import config
-from monarch._base.errors import explain
+from monarch._base.errors import did_you_mean, explain
 from monarch.rdma.errors import RdmaInitError
 from monarch.rdma.nixl_library import works_on_a_device
 
@@ -17,6 +17,7 @@ _TARGET = re.compile(r"(?:cpu:\d+|gpu:\d+|nic:\S+)?")
 _AFFINITY = re.compile(r"(?:any|match_name|groups:.+)?")
 _checked: tuple[str, str] | None = None
 """The last configuration that was found right."""
+_TRANSPORTS = ("cma", "ipc", "nixl", "tcp")
 
 
 class RDMAReadTransferWarning(Warning):
@@ -53,6 +54,17 @@ def get_rdma_backend() -> str:
 def rdma_supported() -> bool:
     """Whether this process may move bytes at all, by whatever backend."""
     return get_rdma_backend() != "none"
+
+
+def allowed_transports() -> list[str]:
+    """The names in `rdma_transports`; RdmaInitError for one that does not exist, which would else switch off what was meant."""
+    setting = config.value("rdma_transports")
+    names = [name for part in setting.split(",") if (name := part.strip())]
+    for name in names:
+        if name not in _TRANSPORTS:
+            what = f"invalid rdma_transports ({setting!r}): there is no transport {name!r}{did_you_mean(name, _TRANSPORTS)}"
+            raise RdmaInitError(explain(what, next=f"name some of {', '.join(_TRANSPORTS)}; staged goes with cma and tcp"))
+    return names
 
 
 def check_backend() -> None:

@@ -54,7 +54,10 @@ class RDMABuffer:
             hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
             raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
         if backend == "tcp":
-            text = "no RDMA device: buffers travel by TCP between hosts; monarch.configure(rdma_allow_tcp_fallback=False) forbids it"
+            text = (
+                "no RDMA device: buffers are copied by the kernel on one host, and travel by TCP between hosts; with "
+                "monarch.configure(rdma_allow_tcp_fallback=False) they are refused instead"
+            )
             warnings.warn(text, RDMATcpFallbackWarning, stacklevel=2)
         memory = memory_of(data)
         if not memory.nbytes:
@@ -94,11 +97,8 @@ class RDMABuffer:
             raise TypeError(explain(f"an RDMABuffer takes slices of bytes, not {part!r}", next="write buffer[start:stop]"))
         start, stop, _ = part.indices(self._nbytes)
         if stop <= start:
-            raise ValueError(
-                explain(
-                    f"bytes {start} to {stop} of an RDMABuffer of {self._nbytes} are none", next="Cannot create RDMABuffer with size 0."
-                )
-            )
+            what = f"Cannot create RDMABuffer with size 0. No byte of a buffer of {self._nbytes} bytes is in [{part.start}:{part.stop}]"
+            raise ValueError(explain(what, next="slices count bytes, not elements, and end where the buffer ends"))
         return self._of(self._handle, self._offset + start, stop - start)
 
     def read_into(self, dst: Any, *, timeout: int = 60) -> Future[None]:

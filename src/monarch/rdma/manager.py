@@ -31,7 +31,7 @@ from monarch._wire.memory_messages import (
 )
 from monarch._wire.messages import ProcExited, WatchProc
 from monarch.actor.process import Process, known_process, this_process
-from monarch.rdma.backend import check_backend
+from monarch.rdma.backend import allowed_transports, check_backend
 from monarch.rdma.cuda_memory import TorchCuda
 from monarch.rdma.device_service import CudaDevice, DeviceService
 from monarch.rdma.engine import Engine
@@ -72,7 +72,7 @@ class Manager:
         process.proc_watchers.append(self._on_exited)
 
     def _transports(self) -> Sequence[Transport]:
-        allowed = config.value("rdma_transports").split(",")
+        allowed = allowed_transports()
         if "tcp" in allowed:
             self._tcp = TcpTransport(self._process, self.table)
         if "nixl" in allowed:

@@ -195,8 +195,12 @@ def place_of_tensor(tensor: Any) -> tuple[int, int]:
 
 def _check_tensor(tensor: Any, torch: Any) -> None:
     if tensor.layout is not torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
+        if tensor.layout is torch.strided and tensor.is_contiguous():
+            hint = "pass tensor.view(-1), which is the same memory"
+        else:
+            hint = "pass tensor.contiguous().view(-1), which is a copy, or a contiguous slice"
         shape = f"a tensor of shape {tuple(tensor.shape)}" + (f" and strides {tensor.stride()}" if tensor.layout is torch.strided else "")
-        raise ValueError(explain(_ACCEPTED + shape, next="pass tensor.contiguous().view(-1), or a contiguous slice"))
+        raise ValueError(explain(_ACCEPTED + shape, next=hint))
     if tensor.is_meta or not (tensor.is_cpu or tensor.is_cuda):
         raise ValueError(explain(f"{_ACCEPTED}a tensor on {tensor.device}", next="only CPU and CUDA tensors have memory that can be moved"))
     if tensor.is_conj() or tensor.is_neg():

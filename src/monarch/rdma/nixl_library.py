@@ -62,7 +62,7 @@ def package() -> str:
 def is_forced() -> bool:
     """The configuration names nixl in words of its own, so it is used without a device too."""
     setting = config.value("rdma_transports")
-    return setting != _DEFAULT and "nixl" in setting.split(",")
+    return setting != _DEFAULT and "nixl" in (name.strip() for name in setting.split(","))
 
 
 def uses_devices() -> bool:
