@@ -21,6 +21,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import msgspec
@@ -335,12 +336,8 @@ class _Copy:
 
     def _is_reached(self, path: bytes) -> bool:
         """Whether all directories above a path are directories still, and no links."""
-        folder = path.rpartition(b"/")[0]
-        while folder:
-            if not _is_directory(self._target + folder):
-                return False
-            folder = folder.rpartition(b"/")[0]
-        return True
+        folders = accumulate(path.split(b"/")[1:-1], lambda above, name: above + b"/" + name, initial=self._target)
+        return all(map(_is_directory, folders))
 
     def _open_up(self, folder: bytes) -> None:
         """Something changes in this directory: let us write there, until `_settle`."""
