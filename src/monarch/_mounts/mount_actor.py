@@ -140,7 +140,7 @@ class MountActor(Actor):
         return done.num_written
 
     @endpoint
-    def refresh(self, snapshot: bytes, digests: Digests) -> None:
+    def refresh(self, snapshot: bytes, digests: Digests | None) -> None:
         """Show another version, all of it at once."""
         filesystem, delivery = self._filesystem, self._delivery
         assert filesystem is not None and delivery is not None
