@@ -127,6 +127,40 @@ def test_kinds_change(full, target):
     assert looks(target) == looks(full.path)
 
 
+@pytest.mark.parametrize("leads_to", ["x" * 3000, "link", "../elsewhere"], ids=["nowhere", "itself", "a directory"])
+def test_a_link_becomes_a_directory_and_a_link_again(full, target, tmp_path, leads_to):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "in").write_bytes(b"not ours")
+    link = full.path / "link"
+    for _ in range(2):
+        link.unlink()
+        link.symlink_to(leads_to)
+        copied(full, target)
+        assert looks(target) == looks(full.path)
+        link.unlink()
+        (link / "deep").mkdir(parents=True)
+        (link / "in").write_bytes(b"ours")
+        (link / "deep" / "in").write_bytes(b"ours")
+        copied(full, target)
+        assert looks(target) == looks(full.path)
+        shutil.rmtree(link)
+        link.touch()
+    assert (tmp_path / "elsewhere" / "in").read_bytes() == b"not ours"
+
+
+def test_other_bytes_with_the_same_times_are_written(target):
+    snapshots = [made((0, b"file", FILE, 3, offset), total=offset + 3) for offset in (0, 64 * MIB)]
+    store, before = Store(), None
+    for snapshot, data in zip(snapshots, (b"old", b"new"), strict=True):
+        store.extend(snapshot)
+        store.put(snapshot.offsets[1], memoryview(data))
+        copy(snapshot, store, str(target), before=before, patience_s=0.0)
+        assert (target / "file").read_bytes() == data
+        before = snapshot
+    assert copy(snapshot, store, str(target), before=before, patience_s=0.0).num_written == 0
+    store.close()
+
+
 def test_a_reader_sees_the_old_file_or_the_new_one_whole(world, target):
     versions = [bytes([number]) * 300_000 for number in range(30)]
     (world.path / "a").write_bytes(versions[0])

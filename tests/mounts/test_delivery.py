@@ -199,6 +199,20 @@ def test_an_upstream_that_says_nothing_is_not_waited_for_and_comes_back_when_it_
     host.store.close()
 
 
+def test_one_that_has_ended_and_says_nothing_of_it_is_not_waited_for_when_there_is_no_other():
+    host = Host(stall_s=0.2)
+    told = threading.Event()
+    host.read(BIG, 0, 10)
+    reader = host.read(SMALL, 0, 10)
+    host.delivery.prefetch(host.pieces(SMALL), told.set)
+    host.before.pending.pop(host.before.asked[0])._fail(ConnectionError("gone"))
+    assert host.source.called.acquire(timeout=WAIT_S)
+    host.source.end()
+    assert told.wait(WAIT_S) and reader.value == errno.EIO
+    host.delivery.close()
+    host.store.close()
+
+
 def test_what_an_upstream_does_not_know_is_asked_of_the_next(host):
     host.delivery.prefetch(host.pieces(BIG))
     host.settle()

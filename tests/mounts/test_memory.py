@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_writer_writes_its_range_also_when_the_memory_is_closed_meanwhile(keep
     writer.close()
     writer.close()
     assert bytes(view[999:1004]) == b"\0abc\0"
+
+
+def test_a_writer_needs_no_descriptor(monkeypatch):
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", refuse)
+    memory = Memory(MIB, keep_fd=True)
+    writer = memory.writer(1000, 1003)
+    writer.write(memoryview(b"abc"))
+    writer.close()
+    assert os.pread(memory.fd, 5, 999) == b"\0abc\0"
+    memory.close()
 
 
 def test_an_unused_writer_leaves_no_descriptor():

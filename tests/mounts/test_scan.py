@@ -9,8 +9,8 @@ import pytest
 
 from monarch._mounts.scan import differing, patched, walked
 
-NEVER = lambda ctime_ns: False  # noqa: E731
-ALWAYS = lambda ctime_ns: True  # noqa: E731
+NEVER = lambda ctime_ns, size: False  # noqa: E731
+ALWAYS = lambda ctime_ns, size: True  # noqa: E731
 FAR = 1 << 62
 
 
@@ -185,7 +185,7 @@ def test_a_change_that_may_have_been_the_first_of_two_is_told_of(folder):
     (folder / "link").unlink()
     scan = walk(folder)
     assert look(scan, ALWAYS) == set(scan.columns.names)
-    assert look(scan, lambda ctime_ns: ctime_ns == os.stat(folder / "code" / "a.py").st_ctime_ns) == set(), "older than `since_ns`"
+    assert look(scan, lambda ctime_ns, size: ctime_ns == os.stat(folder / "code" / "a.py").st_ctime_ns) == set(), "older than `since_ns`"
 
 
 def test_kinds_are_those_of_the_paths(folder):

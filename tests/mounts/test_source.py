@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
 
@@ -112,6 +113,19 @@ def test_the_same_size_and_time_do_not_hide_a_change(folder, clock, algorithm):
     assert first.span(first.find("/code/a.py")) != second.span(second.find("/code/a.py"))
     assert first.span(first.find("/code/b.py")) == second.span(second.find("/code/b.py"))
     assert read(source, "/code/a.py") == b"a = 2\n"
+
+
+def test_the_rest_of_a_long_write_that_leaves_no_times_is_seen(folder, algorithm, monkeypatch):
+    monkeypatch.setattr(source, "RACY_NS", -(10**10))
+    monkeypatch.setattr(source, "WRITING_NS", 10**6)
+    with open(folder / "big", "r+b") as file, mmap.mmap(file.fileno(), 2 * MIB) as written:
+        written[0] = 1
+        pushed = Source(str(folder), algorithm=algorithm)
+        before = pushed.scan()
+        assert read(pushed, "/big")[0] == 1
+        written[0] = 2
+        assert pushed.scan().span(before.find("/big")) != before.span(before.find("/big"))
+        assert read(pushed, "/big")[0] == 2
 
 
 def test_a_file_that_was_only_touched_or_written_anew_stays_where_it_was(folder, clock):

@@ -211,6 +211,33 @@ def test_a_copy_is_made_where_there_is_no_fuse(source: Path, tmp_path: Path) -> 
     assert copied == tree(source)
 
 
+def test_a_copy_that_failed_is_made_up_for_by_the_next_refresh(source: Path, tmp_path: Path) -> None:
+    there = tmp_path / "copy"
+    mount = remotemount(this_host(), str(source), str(there), mode="copy")
+    mount.open()
+    write(there / "new", "in the way")
+    write(source / "new", "new")
+    with pytest.raises(Exception, match="in the way"):
+        mount.refresh()
+    (there / "new").unlink()
+    mount.refresh()
+    assert (there / "new").read_text() == "new"
+    mount.close()
+
+
+def test_what_could_not_be_read_for_a_moment_is_there_after_a_refresh(tmp_path: Path) -> None:
+    folder, there = tmp_path / "disk/source", tmp_path / "mount"
+    written = write(folder / "weights", os.urandom(2 * MIB)).read_bytes()
+    mount = remotemount(this_host(), str(folder), str(there), ahead_bytes=0)
+    mount.open()
+    (tmp_path / "disk").rename(tmp_path / "unplugged")
+    assert b"Input/output error" in cat(there / "weights").stderr
+    (tmp_path / "unplugged").rename(tmp_path / "disk")
+    mount.refresh()
+    assert cat(there / "weights").stdout == written
+    mount.close()
+
+
 def test_a_mount_whose_process_is_killed_is_taken_away(mount: MountHandler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
     os.kill(pid_of(mount), signal.SIGKILL)

@@ -21,6 +21,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import msgspec
@@ -78,12 +79,13 @@ class _Ours(msgspec.Struct, frozen=True, array_like=True):
         return self.kind == stat.S_IFDIR or not self.inode or (self.inode, self.changed_ns) == (status.st_ino, status.st_ctime_ns)
 
 
-def copy(snapshot: Snapshot, store: Store, path: str, *, patience_s: float = 60.0) -> Copied:
+def copy(snapshot: Snapshot, store: Store, path: str, *, before: Snapshot | None = None, patience_s: float = 60.0) -> Copied:
     """Make the directory at `path` look like `snapshot`.
 
     Args:
         store: where the bytes are, or arrive.
         path: a directory that does not exist, is empty, or was made by this function; files of others in it stay.
+        before: the version of the same source that was copied last. A file that has other bytes since is written whatever its times say.
         patience_s: how long to wait for the next bytes of a file.
 
     Raises:
@@ -106,7 +108,7 @@ def copy(snapshot: Snapshot, store: Store, path: str, *, patience_s: float = 60.
         what = f"{path!r} cannot be written"
         raise PermissionError(exc.errno, explain(what, next="choose a directory of this user", detail=str(exc))) from exc
     try:
-        return _Copy(snapshot, store, target, patience_s).run(rows)
+        return _Copy(snapshot, before, store, target, patience_s).run(rows)
     finally:
         os.close(lock_fd)
 
@@ -153,8 +155,9 @@ def _claimed(target: bytes) -> int:
 class _Copy:
     """One run."""
 
-    def __init__(self, snapshot: Snapshot, store: Store, target: bytes, patience_s: float) -> None:
+    def __init__(self, snapshot: Snapshot, before: Snapshot | None, store: Store, target: bytes, patience_s: float) -> None:
         self._snapshot = snapshot
+        self._new = snapshot.spans - before.spans if before is not None else frozenset()
         self._store = store
         self._target = target
         self._manifest = target + b"/" + STATE + b"/manifest"
@@ -168,9 +171,13 @@ class _Copy:
         """Copy."""
         self._ours = before = self._read_manifest()
         planned = {wanted.path: wanted for _, _, wanted in rows}
-        there = {path: _lstat(self._target + path) for path in planned}
+        there: dict[bytes, os.stat_result | None] = {}
+        for _, parent, wanted in rows:  # what lies below a link is elsewhere
+            status = there[parent] if parent else None
+            is_reached = not parent or (status is not None and stat.S_ISDIR(status.st_mode))
+            there[wanted.path] = _lstat(self._target + wanted.path) if is_reached else None
         self._refuse_conflicts(planned, there)
-        todo = [(row, parent, wanted) for row, parent, wanted in rows if self._is_due(wanted, there[wanted.path])]
+        todo = [(row, parent, wanted) for row, parent, wanted in rows if self._is_due(row, wanted, there[wanted.path])]
         gone = [ours for path, ours in before.items() if path not in planned]
         if todo or gone:
             due = {wanted.path: wanted for _, _, wanted in todo}
@@ -213,11 +220,13 @@ class _Copy:
                 )
             )
 
-    def _is_due(self, wanted: _Ours, status: os.stat_result | None) -> bool:
+    def _is_due(self, row: int, wanted: _Ours, status: os.stat_result | None) -> bool:
         ours = self._ours.get(wanted.path)
         if wanted.kind == stat.S_IFDIR:  # one that somebody else has made is used, and stays theirs
             return status is None or not stat.S_ISDIR(status.st_mode)
-        return ours is None or not ours.inode or not ours.is_of(wanted) or not ours.is_intact(status)
+        return (
+            ours is None or not ours.inode or not ours.is_of(wanted) or not ours.is_intact(status) or self._snapshot.span(row) in self._new
+        )
 
     def _prepare(self, todo: list[tuple[int, bytes, _Ours]]) -> None:
         shutil.rmtree(os.fsdecode(self._part), ignore_errors=True)
@@ -310,8 +319,7 @@ class _Copy:
         count = 0
         for ours in sorted(gone, key=lambda ours: ours.path.count(b"/"), reverse=True):
             place = self._target + ours.path
-            status = _lstat(place)
-            if ours.is_intact(status) and self._is_reached(ours.path):
+            if self._is_reached(ours.path) and ours.is_intact(_lstat(place)):
                 self._open_up(ours.path.rpartition(b"/")[0])
                 try:
                     if ours.kind == stat.S_IFDIR:
@@ -328,12 +336,8 @@ class _Copy:
 
     def _is_reached(self, path: bytes) -> bool:
         """Whether all directories above a path are directories still, and no links."""
-        folder = path.rpartition(b"/")[0]
-        while folder:
-            if not _is_directory(self._target + folder):
-                return False
-            folder = folder.rpartition(b"/")[0]
-        return True
+        folders = accumulate(path.split(b"/")[1:-1], lambda above, name: above + b"/" + name, initial=self._target)
+        return all(map(_is_directory, folders))
 
     def _open_up(self, folder: bytes) -> None:
         """Something changes in this directory: let us write there, until `_settle`."""

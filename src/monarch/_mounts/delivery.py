@@ -301,7 +301,7 @@ class Delivery:
         now_s = time.monotonic()
         for asked in list(self._asked):
             way = asked.way
-            if not asked.is_given_up and way is not self._ways[-1] and max(asked.since_s, way.heard_s) + self._stall_s < now_s:
+            if not asked.is_given_up and way not in self._ways[-1:] and max(asked.since_s, way.heard_s) + self._stall_s < now_s:
                 if not way.is_stalled:
                     _logger.warning("the host before this one does not answer: the source is asked for a pushed directory")
                 way.is_stalled = asked.is_given_up = True

@@ -28,7 +28,7 @@ class Writer:
 
     def __init__(self, view: memoryview, fd: int | None, start: int) -> None:
         self._view = view
-        self._fd = None if fd is None else os.dup(fd)  # the memory may be closed before we are done
+        self._fd = None if fd is None else _duplicate(fd)  # the memory may be closed before we are done
         self._start = start
 
     def write(self, data: memoryview) -> None:
@@ -86,6 +86,13 @@ class Memory:
         if self.fd is not None:
             os.close(self.fd)
         self.fd, self.view = None, memoryview(b"")
+
+
+def _duplicate(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:  # descriptors have run out
+        return None
 
 
 def _memfd(size: int) -> int | None:

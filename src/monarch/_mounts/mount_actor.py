@@ -61,6 +61,7 @@ class MountActor(Actor):
         self._store = Store()
         self._delivery: Delivery | None = None
         self._filesystem: PushedFileSystem | None = None
+        self._copied: Snapshot | None = None
         self._server: FuseServer | None = None
 
     @endpoint
@@ -133,10 +134,13 @@ class MountActor(Actor):
         from monarch._mounts import copy_mode
 
         assert self._filesystem is not None
-        return copy_mode.copy(self._filesystem.snapshot, self._store, self._path, patience_s=_PATIENCE_S).num_written
+        now = self._filesystem.snapshot
+        done = copy_mode.copy(now, self._store, self._path, before=self._copied, patience_s=_PATIENCE_S)
+        self._copied = now
+        return done.num_written
 
     @endpoint
-    def refresh(self, snapshot: bytes, digests: Digests) -> None:
+    def refresh(self, snapshot: bytes, digests: Digests | None) -> None:
         """Show another version, all of it at once."""
         filesystem, delivery = self._filesystem, self._delivery
         assert filesystem is not None and delivery is not None

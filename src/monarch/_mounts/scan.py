@@ -123,11 +123,11 @@ def patched(before: Scan, rows: dict[int, os.stat_result]) -> Scan:
     return scan
 
 
-def differing(scan: Scan, racy: Callable[[int], bool], since_ns: int) -> dict[int, os.stat_result] | None:
+def differing(scan: Scan, racy: Callable[[int, int], bool], since_ns: int) -> dict[int, os.stat_result] | None:
     """What may have changed since a scan.
 
     Args:
-        racy: of a change time: whether another change may have left the same. Such a path is reported in any case.
+        racy: of a change time and a size: whether another change may have left the same. Such a path is reported in any case.
         since_ns: change times before it are not.
 
     Returns:
@@ -148,11 +148,12 @@ def differing(scan: Scan, racy: Callable[[int], bool], since_ns: int) -> dict[in
         return None
 
 
-def _differing(scan: Scan, racy: Callable[[int], bool], since_ns: int) -> Iterator[tuple[int, os.stat_result]]:
-    names, mtimes, ctimes, marks = scan.columns.names, scan.columns.mtimes, scan.columns.ctimes, scan.marks
+def _differing(scan: Scan, racy: Callable[[int, int], bool], since_ns: int) -> Iterator[tuple[int, os.stat_result]]:
+    columns, marks = scan.columns, scan.marks
+    names, sizes, mtimes, ctimes = columns.names, columns.sizes, columns.mtimes, columns.ctimes
     look, marked = os.lstat, _MARKED  # here is what a refresh of nothing costs
     status = os.stat(scan.path or "/")
-    if (hash(status[:marked]), status.st_mtime_ns, status.st_ctime_ns) != (marks[0], mtimes[0], ctimes[0]) or racy(ctimes[0]):
+    if (hash(status[:marked]), status.st_mtime_ns, status.st_ctime_ns) != (marks[0], mtimes[0], ctimes[0]) or racy(ctimes[0], 0):
         yield 0, status
     for path, _, first, end in scan.folders:
         folder = os.open(scan.path + path, _OPEN) if path else os.open(scan.path or "/", _OPEN & ~os.O_NOFOLLOW)
@@ -164,7 +165,7 @@ def _differing(scan: Scan, racy: Callable[[int], bool], since_ns: int) -> Iterat
                     status.st_ctime_ns != ctime_ns
                     or hash(status[:marked]) != mark
                     or status.st_mtime_ns != mtime_ns
-                    or (ctime_ns >= since_ns and racy(ctime_ns))
+                    or (ctime_ns >= since_ns and racy(ctime_ns, sizes[row]))
                 ):
                     yield row, status
         finally:

@@ -6,7 +6,8 @@ Rules of this file:
     2. A piece is right only when its file was what the scan saw, before and after it was read. Anything else is reported as
        diverged and filled with zeros.
     3. Size and modification time prove nothing: programs set them back. The change time and the inode count as well, and a file that
-       changed within `RACY_NS` of the scan is looked at again, because two changes in one tick of the clock leave the same times.
+       changed within `RACY_NS` of the scan is looked at again, because two changes in one tick of the clock leave the same times; a big
+       one longer, because a write sets them when it begins.
 
 Read next: `scan.py` for a look at it, `snapshot.py` for the form of a version, `store.py` for the other end.
 """
@@ -32,6 +33,10 @@ from monarch._mounts.snapshot import NOWHERE, Snapshot
 RACY_NS = 100_000_000
 COARSE_NS = 2_000_000_000
 """As much more where the clock of the file system seems to tick in seconds, or in pairs of them."""
+WRITING_NS = 10
+"""As much more for each byte of a file: one write leaves the time when it began, and may go on for so long."""
+_LONGEST_WRITE_NS = WRITING_NS << 31
+"""No system call writes more than 2 GiB."""
 _SETTLE_NS = 20_000_000
 
 T = TypeVar("T")
@@ -109,7 +114,7 @@ class Source:
         """
         started_ns = time.time_ns()
         before = self._scan
-        found = differing(before, self._is_racy, self._scanned_ns - RACY_NS - COARSE_NS) if before is not None else None
+        found = differing(before, self._is_racy, self._scanned_ns - RACY_NS - COARSE_NS - _LONGEST_WRITE_NS) if before is not None else None
         if found == {}:
             return self._known
         root = os.stat(self.path)
@@ -167,15 +172,15 @@ class Source:
                 continue
             ctime_ns = columns.ctimes[row]
             seen = columns.mtimes[row], ctime_ns, inodes[row]
-            if seen == (old.mtimes[was], old.ctimes[was], old_inodes[was]) and not self._is_racy(ctime_ns):
+            if seen == (old.mtimes[was], old.ctimes[was], old_inodes[was]) and not self._is_racy(ctime_ns, columns.sizes[row]):
                 columns.offsets[row] = old.offsets[was]
             else:
                 yield row, was
 
-    def _is_racy(self, ctime_ns: int) -> bool:
-        """Whether something changed so shortly before the last scan that another change may have left the same times."""
+    def _is_racy(self, ctime_ns: int, size: int) -> bool:
+        """Whether something changed so shortly before the last scan that more of it, or another change, may have left the same times."""
         coarse_ns = 0 if ctime_ns % 1_000_000_000 else COARSE_NS
-        return ctime_ns >= self._scanned_ns - RACY_NS - coarse_ns
+        return ctime_ns >= self._scanned_ns - RACY_NS - coarse_ns - min(size * WRITING_NS, _LONGEST_WRITE_NS)
 
     def _is_unchanged(self, scan: Scan, row: int, before: int) -> bool:
         """Whether whatever was sent of a file of the previous version is what the file has now."""
@@ -278,7 +283,7 @@ class Source:
     def _note(self, row: int, file: Span, start: int, data: memoryview) -> None:
         """These bytes may be sent now: remember what they were."""
         self._sent.add(start, start + len(data))
-        if file.length >= BIG_FILE_THRESHOLD and self.algorithm != XXH3 and not self._is_racy(self._known.ctimes[row]):
+        if file.length >= BIG_FILE_THRESHOLD and self.algorithm != XXH3 and not self._is_racy(self._known.ctimes[row], file.length):
             return  # slower than reading; if the file changes, whoever has the old bytes can hash them as well
         for piece in _pieces(file, Span(start, len(data))):
             if start <= piece.offset and piece.end <= start + len(data):

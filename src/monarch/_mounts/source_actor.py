@@ -27,13 +27,20 @@ class SourceActor(Actor):
 
     def __init__(self, path: str) -> None:
         self._source = Source(path)
+        self._has_lost = False
+        """A host was told that bytes of the version of now are lost. What could not be read a moment ago may be there again."""
 
     @endpoint
-    def scan(self) -> Version | None:
-        """Look at the directory; None: nothing has changed since the last time."""
+    def scan(self, again: bool = False) -> Version | None:
+        """Look at the directory; None: nothing has changed since the last time.
+
+        Args:
+            again: not every host shows what was found the last time, so None is no answer.
+        """
+        again, self._has_lost = again or self._has_lost, False
         before = self._source.snapshot
         now = self._source.scan()
-        if now is before:
+        if now is before and not again:
             return None
         return Version(now.encode(), self._source.hashes(before, now) if before is not None else None)
 
@@ -45,6 +52,7 @@ class SourceActor(Actor):
             return Piece([(offset, pickle.PickleBuffer(whole))], [])  # type: ignore[list-item] # it arrives as a buffer
         data = memoryview(bytearray(length))
         lost = self._source.read_piece(offset, length, data)
+        self._has_lost = self._has_lost or bool(lost)
         gaps = [(each.offset, each.length) for each in lost]
         parts = []
         at = offset

@@ -86,6 +86,8 @@ class MountHandler:
         self._mode = mode
         self._ahead_bytes = ahead_bytes
         self._host_mesh = host_mesh
+        self._is_behind = False
+        """A refresh has failed or was interrupted: hosts may show an older version than the source has found last."""
         self._procs: list[ProcMesh] = []
         self._source: Any = None
         self._mounts: Any = None
@@ -102,6 +104,7 @@ class MountHandler:
         """
         if self._procs:
             raise RuntimeError(explain("this mount is open already", next="close() it first, or refresh() it"))
+        self._is_behind = False
         try:
             self._open()
         except BaseException:
@@ -144,9 +147,13 @@ class MountHandler:
         """
         if self._mounts is None:
             raise RuntimeError(explain("no active mount to refresh; call open() first"))
-        version: Version | None = self._source.scan.call_one().get()
-        if version is None:
-            return
+        again, self._is_behind = self._is_behind, True
+        version: Version | None = self._source.scan.call_one(again).get()
+        if version is not None:
+            self._show(version)
+        self._is_behind = False
+
+    def _show(self, version: Version) -> None:
         shown = self._mounts.refresh.stream(version.snapshot, version.digests)
         complete = self._mounts.wait_code.stream()
         _wait_all(shown, complete)
