@@ -32,8 +32,11 @@ _logger = logging.getLogger("monarch.mounts")
 SUBDIR = "$SUBDIR"
 Mode = Literal["fuse", "copy"]
 _PATIENCE_S = 60.0
+_KIND = "fuse.monarch"
 _BIG_SHARE = 0.5
 """Where so much of the bytes are in big files, the kernel reads them itself, if it may."""
+_AWAITED_BYTES = 64 << 20
+"""Of big files that have changed: a refresh takes this much longer, and a reader behind it does not lose them to the next change."""
 _PREFETCH_SHARE = 0.25
 """Of the memory that is free: what is fetched before anybody reads it."""
 
@@ -56,8 +59,8 @@ class MountActor(Actor):
         self._path = ""
         self._mode: Mode = "fuse"
         self._ahead_bytes: int | None = None
-        self._small: list[Span] = []
-        """Pieces of small files that came with the version of now."""
+        self._awaited: list[Span] = []
+        """Pieces that came with the version of now, and without which it is not complete."""
         self._store = Store()
         self._delivery: Delivery | None = None
         self._filesystem: PushedFileSystem | None = None
@@ -93,7 +96,7 @@ class MountActor(Actor):
         self._delivery = Delivery(self._store, self._upstreams(mesh, rank.rank), stall_s=stall_s(rank.rank))
         self._delivery.start()
         self._ahead_bytes = ahead_bytes
-        self._fetch(self._delivery, decoded.spans)
+        self._fetch(self._delivery, decoded.spans, awaited_bytes=0)
         if mode == "fuse":
             self._mount(self._filesystem, passthrough=passthrough)
         return self._path
@@ -103,10 +106,15 @@ class MountActor(Actor):
         found = [] if before is None else [mesh.flatten("rank").slice(rank=before)]
         return [each.piece.call_one for each in (*found, self._source)]
 
-    def _fetch(self, delivery: Delivery, files: Collection[Span]) -> None:
-        """Begin to fetch files that are new: the small ones, and then as much as there is room for of the big ones."""
-        self._small, big = self._store.pieces(sorted(files))
-        delivery.prefetch(self._small)
+    def _fetch(self, delivery: Delivery, files: Collection[Span], *, awaited_bytes: int) -> None:
+        """Begin to fetch files that are new: the small ones, and then as much as there is room for of the big ones.
+
+        Args:
+            awaited_bytes: so much of the big ones is waited for as well.
+        """
+        small, big = self._store.pieces(sorted(files))
+        self._awaited = small + _within(big, awaited_bytes)
+        delivery.prefetch(self._awaited)
         delivery.prefetch(_within(big, _free_bytes() * _PREFETCH_SHARE if self._ahead_bytes is None else self._ahead_bytes))
 
     def _mount(self, filesystem: PushedFileSystem, *, passthrough: bool) -> None:
@@ -114,6 +122,10 @@ class MountActor(Actor):
         if problem:
             raise RuntimeError(explain(f"there is no FUSE on this host: {problem}", next='or use remotemount(..., mode="copy")'))
         mounting.prepare_mount_point(self._path)
+        found = mounting.mount_at(self._path)
+        if found is not None and found.kind == _KIND:
+            next = "close() that mount first; or pass another mount point, one for each host of this machine: mntpoint='/tmp/there/$SUBDIR'"
+            raise RuntimeError(explain(f"a directory is mounted at {self._path!r} already", next=next))
         notes.remember(self._path)
         fd = mounting.mount(self._path, fsname="monarch")
         self._server = FuseServer(fd, filesystem, patience_s=_PATIENCE_S, passthrough=passthrough)
@@ -122,11 +134,11 @@ class MountActor(Actor):
 
     @endpoint(explicit_response_port=True)
     def wait_code(self, port: Port[None]) -> None:
-        """Answered when all small files that are new in the version of now are here."""
+        """Answered when what is to be waited for in the version of now is here."""
         if self._delivery is None:  # it could not be mounted, and that was told
             port.send(None)
         else:
-            self._delivery.prefetch(self._small, lambda: port.send(None))
+            self._delivery.prefetch(self._awaited, lambda: port.send(None))
 
     @endpoint
     def copy(self) -> int:
@@ -146,7 +158,7 @@ class MountActor(Actor):
         assert filesystem is not None and delivery is not None
         before, now = filesystem.snapshot, Snapshot.decode(snapshot)
         gone = filesystem.refresh(now, digests)
-        self._fetch(delivery, now.spans - before.spans)
+        self._fetch(delivery, now.spans - before.spans, awaited_bytes=_AWAITED_BYTES)
         server = self._server
         if server is not None:
             for parent, name, node in gone:
