@@ -12,7 +12,7 @@ from typing import Any
 from monarch.actor import Actor, endpoint
 from monarch.rdma import RDMABuffer, RDMAError
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 MIB = 1 << 20
 
 

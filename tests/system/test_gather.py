@@ -308,14 +308,14 @@ def test_close_waits_for_readers_and_says_who_they_are(root, point):
         reader.wait(5)
 
 
-def test_twenty_rounds_leave_nothing(root, point):
+def test_rounds_leave_nothing(root, point):
     def left():
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(leaks.descendants(os.getpid())))
 
     with gather_mount(this_host(), str(root), str(point)):
         assert (point / "file").read_bytes() == b"content\n"
     before = wait_until(left)
-    for _ in range(20):
+    for _ in range(8):
         with gather_mount(this_host(), str(root), str(point)):
             assert (point / "file").read_bytes() == b"content\n"
         assert os.listdir(point) == []

@@ -15,7 +15,7 @@ from system.hosts import Hosts
 from system.remote import CLIENT, TRUST, WORKERS, attach, run_alone, serving, start_alone
 from system.waiting import wait_until
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from system.waiting import wait_until
 
 pytest_plugins = ["system.recorder"]
 pytestmark = [pytest.mark.skipif(bool(fuse_problem()), reason=fuse_problem() or "FUSE is here"), pytest.mark.usefixtures("faults")]
-WAIT_S = 10.0
+WAIT_S = 20.0
 SEEN_S = 1.0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from system.remote import agent_of, serving, start_alone
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 LIMIT_S = 2.0
 LIMITS = {"HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "2s", "HYPERACTOR_SERVER_HEARTBEAT_INTERVAL": "200ms"}
 PRELUDE = """

@@ -21,7 +21,7 @@ from system.waiting import error_of, wait_until
 
 pytest_plugins = ["system.recorder"]
 pytestmark = pytest.mark.usefixtures("faults")
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from system.hosts import Hosts, inside, own_namespaces, run_script_in, start_scr
 from system.script import start_script
 from system.waiting import is_gone, wait_until
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 TESTS = str(Path(__file__).parents[1])
 
 

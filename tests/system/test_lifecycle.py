@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -707,7 +707,8 @@ def test_the_next_client_sweeps_up_after_a_massacre() -> None:
     with program("time.sleep(600)") as (run, folder):
         run.wait_line("ready")
         for pid in run.pids():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it went with the one before
+                os.kill(pid, signal.SIGKILL)
         run.finish(8)
         assert [*folder.glob("monarch-*/*")]
         done = run_script(PROGRAM + "this_host().spawn_procs().initialized.get()", env={"TMPDIR": str(folder)}).check()
@@ -914,7 +915,7 @@ def test_a_process_may_die_at_any_moment_of_its_start(faults: Recorder, pause_s:
 
 @pytest.mark.timeout(300)
 def test_rounds_of_spawn_and_stop_leave_nothing_in_the_client() -> None:
-    rounds = 200 if os.environ.get("MONARCH_TEST_LONG") == "1" else 20
+    rounds = 200 if os.environ.get("MONARCH_TEST_LONG") == "1" else 10
     diary = Diary()
 
     def turn() -> None:

@@ -133,8 +133,8 @@ class MountHandler:
     def refresh(self, sourcepath: str | None = None) -> None:
         """Make what has changed at the source be seen on every host: each file whole, all of them at once.
 
-        Returns when what has changed in files below 1 MiB, and 64 MiB of the others, is on every host; the rest follows, as after `open`. Files that are open
-        there go on in the version that they were opened in.
+        Returns when what has changed in files below 1 MiB, and 64 MiB of the others, is on every host; the rest follows, as after `open`.
+        Files that are open there go on in the version that they were opened in.
 
         Args:
             sourcepath: ignored.
