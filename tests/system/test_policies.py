@@ -109,7 +109,7 @@ class Caller(Actor):
 
     @endpoint
     def wait(self) -> str:
-        return str(error_of(self.mesh.wait.call(60.0)))
+        return str(error_of(self.mesh.slice(gpus=1).wait.call(60.0)))
 
 
 shared: list[Any] = []
