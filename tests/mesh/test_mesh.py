@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from monarch._mesh.mesh import MeshTrait, ShapeExt
 from monarch._mesh.shape import Extent, Point, Shape, Slice
 
-unhurried = settings(deadline=None, max_examples=60)  # the time of one example says more about the machine than about us
+thorough = settings(max_examples=60)
 
 
 class RankMesh(MeshTrait):
@@ -47,7 +47,7 @@ def places(size):
     return st.integers(0, size - 1) | st.slices(size).filter(lambda part: range(size)[part] and (part.step or 1) > 0)
 
 
-@unhurried
+@thorough
 @given(st.permutations(["a", "b", "c"]), st.data())
 def test_slice_picks_the_same_elements_in_any_order_of_keywords(order, data):
     sizes = {"a": 2, "b": 3, "c": 4}
@@ -66,7 +66,7 @@ def test_slice_picks_the_same_elements_in_any_order_of_keywords(order, data):
     assert cut.sizes == {label: len(part) for label, part in kept.items()}
 
 
-@unhurried
+@thorough
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
 def test_split_and_rename_leave_the_elements_where_they_were(sizes, data):
     whole = mesh(**{f"d{i}": size for i, size in enumerate(sizes)})
@@ -78,7 +78,7 @@ def test_split_and_rename_leave_the_elements_where_they_were(sizes, data):
     assert part.rename(d0="z").ranks() == part.ranks()
 
 
-@unhurried
+@thorough
 @given(st.lists(st.integers(1, 4), max_size=3))
 def test_an_index_is_a_row_major_rank_or_one_coordinate_per_dimension(sizes):
     whole = mesh(**{f"d{i}": size for i, size in enumerate(sizes)})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from monarch._mesh.shape import DimensionError, Extent, Point, Region, Shape, Slice
 
-unhurried = settings(deadline=None, max_examples=60)  # the time of one example says more about the machine than about us
+thorough = settings(max_examples=60)
 
 LABELS = ["hosts", "gpus", "lanes"]
 
@@ -53,7 +53,7 @@ def cuts(draw):
     return shape, steps
 
 
-@unhurried
+@thorough
 @given(cuts())
 def test_at_and_select_compose_in_any_order(cut):
     shape, steps = cut
@@ -78,7 +78,7 @@ def test_at_and_select_compose_in_any_order(cut):
     assert hash(copy) == hash(shape)
 
 
-@unhurried
+@thorough
 @given(st.dictionaries(st.sampled_from(LABELS), st.integers(1, 5)))
 def test_points_count_row_major(sizes):
     extent = Extent(list(sizes), list(sizes.values()))

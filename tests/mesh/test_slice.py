@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from monarch._mesh.slice import NDSlice, Slice, iter_ranks, row_major_strides
 
-unhurried = settings(deadline=None, max_examples=60)  # the time of one example says more about the machine than about us
+thorough = settings(max_examples=60)
 
 
 def listed(offset, sizes, strides):
@@ -46,7 +46,7 @@ def slices(draw):
     return NDSlice._cut(offset, tuple(map(len, cuts)), steps)
 
 
-@unhurried
+@thorough
 @given(valid_parts())
 def test_a_slice_tells_its_parts_and_lists_its_ranks_row_major(parts):
     offset, sizes, strides = parts
@@ -56,7 +56,7 @@ def test_a_slice_tells_its_parts_and_lists_its_ranks_row_major(parts):
     assert len(s) == len(list(s))
 
 
-@unhurried
+@thorough
 @given(slices())
 def test_every_lookup_is_the_inverse_of_the_listing(s):
     ranks = listed(s.offset, s.sizes, s.strides)
@@ -68,7 +68,7 @@ def test_every_lookup_is_the_inverse_of_the_listing(s):
         assert fresh.coordinates(rank) == list(place)
 
 
-@unhurried
+@thorough
 @given(slices(), st.integers(-5, 400))
 def test_a_value_that_is_not_listed_is_nowhere(s, value):
     assert (value in s) == (value in listed(s.offset, s.sizes, s.strides))
@@ -78,13 +78,13 @@ def test_a_value_that_is_not_listed_is_nowhere(s, value):
                 lookup(value)
 
 
-@unhurried
+@thorough
 @given(slices(), st.slices(10))
 def test_python_slices_give_tuples(s, part):
     assert s[part] == tuple(listed(s.offset, s.sizes, s.strides)[part])
 
 
-@unhurried
+@thorough
 @given(slices())
 def test_a_slice_survives_pickling(s):
     copy = pickle.loads(pickle.dumps(s))
@@ -92,19 +92,19 @@ def test_a_slice_survives_pickling(s):
     assert hash(copy) == hash(s)
 
 
-@unhurried
+@thorough
 @given(st.lists(st.integers(0, 60), max_size=30))
 def test_from_list_covers_the_ranks_in_order_each_once(ranks):
     assert [rank for part in Slice.from_list(ranks) for rank in part] == sorted(set(ranks))
 
 
-@unhurried
+@thorough
 @given(st.lists(slices(), max_size=3))
 def test_iter_ranks_yields_each_rank_once_in_order_of_appearance(parts):
     assert list(iter_ranks(parts)) == list(dict.fromkeys(rank for part in parts for rank in part))
 
 
-@unhurried
+@thorough
 @given(st.lists(st.integers(0, 4), max_size=4))
 def test_new_row_major_counts_from_zero(sizes):
     s = Slice.new_row_major(sizes)

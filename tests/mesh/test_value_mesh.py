@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from monarch._mesh.shape import Extent, Point, Shape, Slice
 from monarch._mesh.value_mesh import LazySlot, ValueMesh
 
-unhurried = settings(deadline=None, max_examples=60)  # the time of one example says more about the machine than about us
+thorough = settings(max_examples=60)
 
 
 def shape_of(**sizes):
@@ -43,7 +43,7 @@ class Decoder:
         return [rank]
 
 
-@unhurried
+@thorough
 @given(st.lists(st.integers(1, 4), max_size=3))
 def test_every_way_to_a_value_finds_the_same_one(sizes):
     named = {f"d{i}": size for i, size in enumerate(sizes)}
@@ -58,7 +58,7 @@ def test_every_way_to_a_value_finds_the_same_one(sizes):
     assert [(point.rank, value) for point, value in mesh] == list(enumerate(mesh.values()))
 
 
-@unhurried
+@thorough
 @given(st.data())
 def test_parts_hold_the_selected_values_in_order(data):
     starts = {"hosts": data.draw(st.integers(0, 1)), "gpus": data.draw(st.integers(0, 2))}

@@ -437,7 +437,7 @@ edits = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(edits, min_size=1, max_size=4))
 def test_after_any_edits_a_copy_equals_the_source(tmp_path_factory, rounds):
     base = tmp_path_factory.mktemp("copies")

@@ -546,7 +546,7 @@ steps = st.tuples(st.sampled_from(STEPS), st.integers(0, 1 << 32))
 
 @pytest.mark.cpu_limit(60)
 @pytest.mark.timeout(120)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(steps=st.lists(steps, min_size=60, max_size=150))
 def test_in_any_order_of_everything_a_reader_sees_one_version(steps):
     life = Life()

@@ -300,4 +300,4 @@ class Regions(RuleBasedStateMachine):
 
 
 TestRegions = Regions.TestCase
-TestRegions.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestRegions.settings = settings(max_examples=25, stateful_step_count=20)

@@ -412,7 +412,7 @@ POLICIES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(draw=data(), policy=sampled_from(POLICIES))
 def test_whatever_the_order_of_events_a_group_ends_whole_or_has_told_its_owner(draw, policy):
     """A model of procs and actors that obeys the effects in random order, with failures in between."""

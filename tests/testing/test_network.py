@@ -36,7 +36,7 @@ def counters(world):
 disturbances = st.sampled_from(["delay", "reorder", "duplicate", "stall"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), weather=st.lists(disturbances, max_size=3))
 def test_messages_of_each_sender_arrive_once_and_in_order_whatever_the_weather(seed, weather):
     with universe(hosts=3, seed=seed) as world:

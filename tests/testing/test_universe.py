@@ -386,7 +386,7 @@ def run_once(seed: int) -> list[str]:
         return world.trace.lines()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32))
 def test_equal_seeds_give_equal_traces(seed):
     first = run_once(seed)

@@ -81,7 +81,7 @@ class End:
             self.wire.append(("ack", self.incoming.acknowledge()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("SsRrcW"), st.integers(0, 5))))
 def test_frames_arrive_once_and_in_order_over_any_number_of_connections(steps):
     ends = (End(), End())

@@ -182,7 +182,7 @@ def test_a_frame_of_data_fits_the_read_buffer_of_a_link_several_times():
 steps = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1), st.integers(0, 5), st.integers(1, 90_000)), max_size=120)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps)
 def test_bytes_arrive_complete_and_in_order_whoever_does_what_when(script):
     ends = pair()
