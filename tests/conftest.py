@@ -27,8 +27,9 @@ from system.hosts import own_namespaces
 _CPU_LIMIT_S = 6.0
 _SYSTEM = Path(__file__).parent / "system"
 _before: dict[Path, leaks.Snapshot] = {}
-hypothesis.settings.register_profile("full", deadline=None)  # no test is timed: others use the machine as well
-hypothesis.settings.register_profile("quick", max_examples=15, deadline=None)
+_UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])  # others use the machine as well
+hypothesis.settings.register_profile("full", _UNTIMED)
+hypothesis.settings.register_profile("quick", _UNTIMED, max_examples=15)
 hypothesis.settings.load_profile("full")
 
 
