@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch._base.rows import ROW
 from monarch.rdma.copies import NOTHING, Copy
-from monarch.rdma.relays import ROW, Answer, Question, Relay, upstreams_of
+from monarch.rdma.relays import Answer, Question, Relay, upstreams_of
 
 SIZE = 100
 

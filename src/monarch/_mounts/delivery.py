@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from monarch._base.rows import ROW
 from monarch._mounts.ranges import Span
 from monarch._mounts.store import Store
 from monarch._runtime.future import Future
@@ -45,8 +46,6 @@ STALL_S = 10.0
 """A host that is asked and gives nothing for so long is not asked any more until it does: it hangs, or its network does."""
 HOP_S = 3.0
 """So much longer for each host that the bytes come through: on a slow link even the first of them take their time."""
-CHAIN = 16
-"""Hosts in a row. The heads of the rows form a row of their own."""
 
 
 class Piece(NamedTuple):
@@ -65,16 +64,9 @@ Upstream = Callable[[int, int], "Future[Piece]"]
 _NOTHING = Piece([], [])
 
 
-def upstream_of(rank: int) -> int | None:
-    """The host that a host asks; None: the source."""
-    if rank == 0:
-        return None
-    return rank - 1 if rank % CHAIN else rank - CHAIN
-
-
 def stall_s(rank: int) -> float:
     """How long a host waits for the one before it."""
-    return STALL_S + HOP_S * (rank % CHAIN + rank // CHAIN)
+    return STALL_S + HOP_S * (rank % ROW + rank // ROW)
 
 
 class DeliveryStatistics(msgspec.Struct, frozen=True):

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from monarch._base.errors import explain
+from monarch._base.rows import before
 from monarch._mounts import mounting, notes
-from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, stall_s, upstream_of
+from monarch._mounts.delivery import Delivery, DeliveryStatistics, Piece, stall_s
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.hashing import Digests
 from monarch._mounts.index import BIG_FILE_THRESHOLD
@@ -102,8 +103,8 @@ class MountActor(Actor):
         return self._path
 
     def _upstreams(self, mesh: ActorMesh[MountActor], rank: int) -> list[Any]:
-        before = upstream_of(rank)
-        found = [] if before is None else [mesh.flatten("rank").slice(rank=before)]
+        position = before(rank)
+        found = [] if position is None else [mesh.flatten("rank").slice(rank=position)]
         return [each.piece.call_one for each in (*found, self._source)]
 
     def _fetch(self, delivery: Delivery, files: Collection[Span], *, awaited_bytes: int) -> None:

@@ -25,11 +25,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch._wire.memory_messages import ShareStorage, Staged
-from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError
+from monarch.rdma.errors import BufferGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.regions import Region, RegionTable
-from monarch.rdma.transport import Op, Piece, check_deadline, cut
+from monarch.rdma.transport import Op, Piece, check_deadline, connecting, cut, wait_answer
 from monarch.rdma.vm_transport import VmTransport
 from monarch.rdma.workers import Workers
 
@@ -164,17 +164,9 @@ class IpcTransport:
             raise UnreachableError("a process can't map its own memory")
         self._kernel.visit(place, handle)
         soon_s = min(deadline_s, time.monotonic() + _ASK_S)
-        try:
-            with self._kernel.held(place, handle):
-                self._storage(handle, soon_s)
-                self._kernel.check(place, handle)
-        except DeadlineError:
-            check_deadline(deadline_s)
-            raise UnreachableError("the owner does not answer") from None
-        except (OwnerGoneError, BufferGoneError, UnreachableError):
-            raise
-        except TransferError as exc:
-            raise UnreachableError(exc.what, next=exc.next) from exc
+        with connecting(deadline_s, "the owner does not answer"), self._kernel.held(place, handle):
+            self._storage(handle, soon_s)
+            self._kernel.check(place, handle)
 
     def _parsed(self, handle: Handle) -> tuple[bytes, str, int, int]:
         """What `cma` would need, the GPU as it is called here, number of the storage, and offset in it."""
@@ -242,12 +234,7 @@ class IpcTransport:
 
     def _asked(self, handle: Handle, deadline_s: float) -> bytes:
         request = self._process.proc.request(handle.ref, ShareStorage(handle.nonce, handle.generation))
-        try:
-            answer = request.get(max(0.0, min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)))
-        except TimeoutError:
-            raise DeadlineError from None
-        except RuntimeError as exc:
-            raise OwnerGoneError(str(exc)) from exc
+        answer = wait_answer(request, deadline_s)
         if answer.gone:
             raise BufferGoneError(answer.gone - 1)
         if answer.failure:

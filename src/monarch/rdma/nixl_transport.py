@@ -37,7 +37,7 @@ from monarch.rdma.memory import LocalMemory
 from monarch.rdma.nixl_agent import Agent, BrokenError, Driver, Place, Steps, unique_name
 from monarch.rdma.nixl_holds import Answer, Lent, Peer, device_of
 from monarch.rdma.regions import ENTRY_BYTES, Region, RegionTable
-from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, check_deadline, cut, even_piece
+from monarch.rdma.transport import Op, Piece, check_deadline, connecting, even_cut
 
 if TYPE_CHECKING:
     from monarch._base.ids import ProcRef
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("monarch.rdma")
 _BLOB = struct.Struct("<Qi")
-_LEAST_PIECE = 1 << 20
 _MOST_PIECE = 32 << 20
 _MOST_OPS = 1024
 _SMALL_BYTES = 64 << 10
@@ -167,15 +166,8 @@ class NixlTransport:
         self._driver.start(limit_s, deadline_s)
         check_deadline(deadline_s)
         soon_s = min(deadline_s, time.monotonic() + limit_s + _ASK_S)
-        try:
+        with connecting(deadline_s, "the owner, or its agent of NIXL, does not answer"):
             self._move(Piece("read", [Op("read", _NOTHING, 0, handle, 0, 0)]), soon_s)
-        except DeadlineError:
-            check_deadline(deadline_s)
-            raise UnreachableError("the owner, or its agent of NIXL, does not answer") from None
-        except (BufferGoneError, OwnerGoneError, UnreachableError):
-            raise
-        except TransferError as exc:
-            raise UnreachableError(exc.what, next=exc.next) from exc
 
     def lane(self, handle: Handle) -> str:
         """See `Transport`; an owner that does not answer keeps nobody else waiting."""
@@ -183,9 +175,7 @@ class NixlTransport:
 
     def cut(self, ops: Sequence[Op]) -> list[Piece]:
         """See `Transport`."""
-        total = sum(op.nbytes for op in ops)
-        size = SPLIT_BYTES if total < SPLIT_BYTES else even_piece(total, self.num_threads, _LEAST_PIECE, _MOST_PIECE)
-        return list(cut(ops, piece_bytes=size, most_ops=_MOST_OPS))
+        return even_cut(ops, num_threads=self.num_threads, most_bytes=_MOST_PIECE, most_ops=_MOST_OPS)
 
     def move(self, piece: Piece, deadline_s: float) -> None:
         """See `Transport`."""

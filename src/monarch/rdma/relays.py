@@ -20,19 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
+from monarch._base.rows import before
 from monarch.rdma.copies import NOTHING, Copy
 
-ROW = 16
-"""Relays in a row. The heads of the rows form a row of their own."""
 A = TypeVar("A")
 
 
 def upstreams_of(position: int) -> Iterator[int]:
     """The relays from which a relay may read, the nearest first; after them comes the owner."""
-    while position:
-        # The same rows as in `_mounts/delivery.py`, a layer above, where whoever has lost his upstream asks the source.
-        position -= 1 if position % ROW else ROW
-        yield position
+    upstream = before(position)
+    while upstream is not None:
+        yield upstream
+        upstream = before(upstream)
 
 
 class Question(NamedTuple):

@@ -11,7 +11,6 @@ Read next: `device_service.py`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from monarch._runtime.future import Future
 from monarch._wire.memory_messages import Staged, StageMemory, UnstageMemory
 from monarch.rdma.device_service import PIECE_BYTES
-from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError
+from monarch.rdma.errors import BufferGoneError, DeadlineError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle, decode_handle
 from monarch.rdma.regions import ON_DEVICE, Region
-from monarch.rdma.transport import Choice, Op, Piece, Transport, check_deadline, cut
+from monarch.rdma.transport import Choice, Op, Piece, Transport, check_deadline, cut, wait_answer
 
 if TYPE_CHECKING:
     from monarch.actor.process import Process
@@ -94,12 +93,7 @@ class StagedTransport:
             self._process.proc.tell(first.ref, unstage)
 
     def _outcome(self, request: Future[Any], deadline_s: float) -> Staged:
-        try:
-            staged = request.get(max(0.0, min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)))
-        except TimeoutError:
-            raise DeadlineError from None
-        except RuntimeError as exc:
-            raise OwnerGoneError(str(exc)) from exc
+        staged = wait_answer(request, deadline_s)
         assert isinstance(staged, Staged)
         if staged.gone:
             raise BufferGoneError(staged.gone - 1)

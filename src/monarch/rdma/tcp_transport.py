@@ -30,13 +30,12 @@ from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
 from monarch.rdma.errors import UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.regions import Region, RegionTable
-from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, cut, even_piece
+from monarch.rdma.transport import Op, Piece, even_cut
 from monarch.rdma.workers import Workers
 
 if TYPE_CHECKING:
     from monarch.actor.process import Process
 
-_LEAST_PIECE = 1 << 20
 _MOST_PIECE = 16 << 20
 _CLOSE_S = 1.0
 
@@ -112,9 +111,7 @@ class TcpTransport:
 
     def cut(self, ops: Sequence[Op]) -> list[Piece]:
         """See `Transport`."""
-        total = sum(op.nbytes for op in ops)
-        size = SPLIT_BYTES if total < SPLIT_BYTES else even_piece(total, self.num_threads, _LEAST_PIECE, _MOST_PIECE)
-        return list(cut(ops, piece_bytes=size, most_ops=MAX_SPANS))
+        return even_cut(ops, num_threads=self.num_threads, most_bytes=_MOST_PIECE, most_ops=MAX_SPANS)
 
     def move(self, piece: Piece, deadline_s: float) -> None:
         """See `Transport`."""

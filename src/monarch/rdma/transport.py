@@ -21,11 +21,14 @@ Read next: `engine.py`, which drives them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from monarch.rdma.errors import DeadlineError, UnreachableError
+from monarch._runtime.future import Future
+from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle, device_route
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.regions import Region
@@ -35,6 +38,7 @@ Kind: TypeAlias = Literal["read", "write"]
 _MOST_REMEMBERED = 4096
 """Owners whose transport is known."""
 _PAGE_BYTES = 4096
+_LEAST_PIECE_BYTES = 1 << 20
 SPLIT_BYTES = 8 << 20
 """From here on several threads are faster than one. Before, most of the work may hold the interpreter lock: tables of small ops."""
 
@@ -207,10 +211,49 @@ def _split(op: Op, piece_bytes: int) -> Iterator[Op]:
         yield op._replace(local_offset=op.local_offset + done, offset=op.offset + done, nbytes=nbytes)
 
 
+def even_cut(ops: Sequence[Op], *, num_threads: int, most_bytes: int, most_ops: int) -> list[Piece]:
+    """The ops as pieces of which `num_threads` have about as much to do each; what is small is not split.
+
+    Args:
+        most_bytes, most_ops: of a piece.
+    """
+    total = sum(op.nbytes for op in ops)
+    size = SPLIT_BYTES if total < SPLIT_BYTES else even_piece(total, num_threads, _LEAST_PIECE_BYTES, most_bytes)
+    return list(cut(ops, piece_bytes=size, most_ops=most_ops))
+
+
 def even_piece(total: int, num_threads: int, least: int, most: int) -> int:
     """Bytes of a piece, so that `num_threads` have about as much to do each: whole pages between `least` and `most`."""
     share = -(-total // num_threads)
     return max(least, min(most, -(-share // _PAGE_BYTES) * _PAGE_BYTES))
+
+
+@contextmanager
+def connecting(deadline_s: float, silence: str) -> Iterator[None]:
+    """What goes wrong inside means "not by this transport", unless the owner or the buffer is gone, or the time is over.
+
+    Args:
+        silence: what is said when the owner did not answer by a deadline that comes before `deadline_s`.
+    """
+    try:
+        yield
+    except DeadlineError:
+        check_deadline(deadline_s)
+        raise UnreachableError(silence) from None
+    except (OwnerGoneError, BufferGoneError, UnreachableError):
+        raise
+    except TransferError as exc:
+        raise UnreachableError(exc.what, next=exc.next) from exc
+
+
+def wait_answer(request: Future[Any], deadline_s: float) -> Any:
+    """The owner's answer to a message; DeadlineError, OwnerGoneError."""
+    try:
+        return request.get(max(0.0, min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)))
+    except TimeoutError:
+        raise DeadlineError from None
+    except RuntimeError as exc:
+        raise OwnerGoneError(str(exc)) from exc
 
 
 def check_deadline(deadline_s: float) -> None:
