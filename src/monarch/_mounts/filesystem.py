@@ -60,6 +60,9 @@ class Opened(NamedTuple):
     system's and must stay open until this answer has been given. Of one node that is open several times: always the same file."""
     keep_cache: bool = True
     """Pages that the kernel has of this node from earlier are still right."""
+    content: Sequence[Buffer] = ()
+    """All bytes of a small file, for the kernel to have before it asks. Only where `habits.opens` is False, of a node whose bytes never
+    change, and whose reads are answered at once. The kernel is given them when nobody else has the file open."""
 
 
 class Habits(NamedTuple):

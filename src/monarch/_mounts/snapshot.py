@@ -154,9 +154,9 @@ class Snapshot:
 
     def attr(self, row: int) -> Attr:
         """The attributes of a row."""
-        kind = self.kinds[self.kind_of[row]]
+        mode, nlink, uid, gid = self.kinds[self.kind_of[row]]
         mtime = self.mtimes[row]
-        return Attr(kind.mode, self.sizes[row], kind.nlink, kind.uid, kind.gid, mtime, mtime, self.ctimes[row])
+        return Attr(mode, self.sizes[row], nlink, uid, gid, mtime, mtime, self.ctimes[row])
 
     def child(self, row: int, name: bytes) -> int | None:
         """The row of a name in a directory. Cost: O(children) the first time."""

@@ -355,6 +355,12 @@ class Store:
                 return None
             return [segment.view(start, end).toreadonly() for segment, start, end in parts]
 
+    def whole(self, file: Span) -> list[memoryview]:
+        """All bytes of a file, when a reader would get them at once; else none."""
+        with self._lock:
+            found = self._found(file, file.offset, file.end)
+        return found if isinstance(found, list) else []
+
     def backing_fd(self, file: Span) -> int | None:
         """A descriptor whose bytes are those of a big file, once all of them are here; None: not yet, or there is none."""
         with self._lock:
