@@ -39,7 +39,8 @@ def test_a_node_has_one_number_while_it_is_open(steps):
         if step == "add":
             number, is_first = openings.add(node, file)
             assert is_first is (counts[node] == 0)
-            assert number == held.get(node, number) and bool(number) is (node in held or file not in (None, UNREADABLE))
+            assert bool(number) is (file is not None and (node in held or file != UNREADABLE))
+            assert number in (0, held.get(node, number))
             counts[node] += 1
             if number:
                 held[node] = number
@@ -49,3 +50,4 @@ def test_a_node_has_one_number_while_it_is_open(steps):
             if not counts[node]:
                 held.pop(node, None)
         assert sorted(numbers.open) == sorted(held.values())
+        assert len(openings) == sum(map(bool, counts.values()))

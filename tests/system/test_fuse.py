@@ -603,7 +603,7 @@ def test_the_kernel_reads_backing_files_itself(mounted, habits: Habits):
             assert second.read(10) == BIG[1 << 20 : (1 << 20) + 10]
         assert run_python(f"{MAP}; print(m[-4:])", it.path("big")) == "b'tail'\n"
     assert it.requests("READ") == 0
-    wait_until(lambda: it.server._desk.openings._open == {} and len(it.tree.released) == 9)
+    wait_until(lambda: not len(it.server._desk.openings) and len(it.tree.released) == 9)
     os.close(fd)
     assert it.bytes("other") == b"from us" and it.requests("READ") > 0
 

@@ -93,8 +93,11 @@ class Openings:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[int, int]] = {}
-        """By node: its number, and how often it is open."""
+        self._counts: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
     def add(self, node: int, file: int | None) -> tuple[int, bool]:
         """`node` is about to be opened once more.
@@ -106,23 +109,27 @@ class Openings:
             The number for `file`, 0 when the kernel will not read it; and whether nobody had `node` open.
         """
         with self._lock:
-            number, count = self._open.get(node, (0, 0))
-            if file is not None and not number:
-                try:
-                    number = self._device.open_backing(file)
-                except OSError:
-                    number = 0
-            self._open[node] = (number, count + 1)
-            return number, not count
+            count = self._counts.get(node, 0)
+            self._counts[node] = count + 1
+            return 0 if file is None else self._number_of(node, file), not count
+
+    def _number_of(self, node: int, file: int) -> int:
+        number = self._numbers.get(node, 0)
+        if not number:
+            try:
+                number = self._numbers[node] = self._device.open_backing(file)
+            except OSError:
+                return 0
+        return number
 
     def remove(self, node: int) -> None:
         """One opening of `node` less."""
         with self._lock:
-            number, count = self._open.pop(node, (0, 0))
+            count = self._counts.pop(node, 0)
             if count > 1:
-                self._open[node] = (number, count - 1)
-            elif number:
-                self._device.close_backing(number)
+                self._counts[node] = count - 1
+            elif node in self._numbers:
+                self._device.close_backing(self._numbers.pop(node))
 
 
 class Call:
@@ -243,7 +250,7 @@ class OpenCall(Call):
         handle, backing_fd, keep_cache, content = value
         desk = self.desk
         number, is_first = desk.openings.add(self.node, backing_fd if desk.agreement is not None and desk.agreement.passthrough else None)
-        if number and backing_fd is not None:
+        if number:
             return (fuse_protocol.open_reply(self.unique, handle, _PASSTHROUGH, number),)
         if content and is_first:
             self._give(content)

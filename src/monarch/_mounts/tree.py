@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from monarch._mounts.filesystem import ROOT, Attr, Entry
 from monarch._mounts.ranges import Span
-from monarch._mounts.snapshot import Snapshot
+from monarch._mounts.snapshot import NOWHERE, Snapshot
 
 _MOST_LISTINGS = 4
 
@@ -39,7 +39,7 @@ class Invalidation(NamedTuple):
 class _Node:
     """What the kernel has, or may have, a reference to."""
 
-    __slots__ = ("attr", "children", "number", "parent", "row", "span", "target")
+    __slots__ = ("attr", "children", "number", "offset", "parent", "row", "target")
 
     def __init__(self, number: int, parent: _Node | None, row: int, snapshot: Snapshot) -> None:
         self.number = number
@@ -49,9 +49,14 @@ class _Node:
         self.attr = snapshot.attr(row)
         self.children: dict[bytes, _Node] | None = {} if stat.S_ISDIR(self.attr[0]) else None
         """Those that have a node; None: this is no directory."""
-        self.span = snapshot.span(row)
+        self.offset = snapshot.offsets[row]
+        """Where its bytes begin; `NOWHERE`: a directory or a symbolic link."""
+        self.target = snapshot.targets.get(row) if snapshot.targets else None
+
+    @property
+    def span(self) -> Span | None:
         """Where its bytes are; None: a directory or a symbolic link."""
-        self.target = snapshot.targets.get(row)
+        return None if self.offset == NOWHERE else Span(self.offset, self.attr[1])
 
 
 class Tree:
@@ -145,7 +150,7 @@ class Tree:
                 return errno.ESTALE
             if found.children is not None:
                 return errno.EISDIR
-            return errno.EINVAL if found.span is None else found.span
+            return found.span or errno.EINVAL
 
     def forget(self, node: int) -> None:
         """The kernel has no reference to a node any more."""
@@ -258,16 +263,18 @@ class Tree:
             if node.children is not None:
                 node.children = {}
             self._retired.append(node)
-            if node.span is not None and node.span.length:
-                self._held[node.span] = self._held.get(node.span, 0) + 1
+            span = node.span
+            if span is not None and span.length:
+                self._held[span] = self._held.get(span, 0) + 1
 
     def _bury(self, node: _Node) -> list[Span]:
         """Remove a node of an old version that the kernel no longer knows; the bytes that nobody can read any more."""
         del self._nodes[node.number]
-        if node.span not in self._held:
+        span = node.span
+        if span is None or span not in self._held:
             return []
-        self._held[node.span] -= 1
-        if self._held[node.span]:
+        self._held[span] -= 1
+        if self._held[span]:
             return []
-        del self._held[node.span]
-        return [] if node.span in self._files else [node.span]
+        del self._held[span]
+        return [] if span in self._files else [span]
