@@ -21,7 +21,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import add
 from typing import Any, NamedTuple
@@ -233,7 +233,8 @@ class Snapshot:
     def spans(self) -> frozenset[Span]:
         """Where the files are that have bytes."""
         offsets, rows = self._files
-        return frozenset(map(Span, offsets, map(self.sizes.__getitem__, rows)))
+        made = partial(tuple.__new__, Span)  # a third of the time of `Span`, and each version needs one for every file
+        return frozenset(map(made, zip(offsets, map(self.sizes.__getitem__, rows), strict=True)))
 
     def small_spans(self) -> list[Span]:
         """Where the small files lie, joined: what is worth sending before anybody asks."""
@@ -378,7 +379,9 @@ def _check_tree(snapshot: Snapshot, targets: Sequence[bytes]) -> None:
     names, parents = snapshot.names, snapshot.parents
     if max(snapshot.kind_of) >= len(snapshot.kinds):
         raise _wrong("a path is of no kind")
-    bad = {b"", b".", b".."}.intersection(names[1:]) or {name for name in names if b"/" in name}
+    bad = {b"", b".", b".."}.intersection(names[1:])
+    if b"/" in b"".join(names):
+        bad = {name for name in names if b"/" in name}
     if bad:
         raise _wrong(f"{bad.pop()!r} is no name of a file")
     if parents[0] or not snapshot.is_directory(0):
