@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 from monarch._mounts.filesystem import Attr, Entry
@@ -139,6 +140,9 @@ class Header(NamedTuple):
     pid: int
 
 
+_new_header: Callable[[tuple[int, ...]], Header] = partial(tuple.__new__, Header)  # half the time of `Header._make`, for each request
+
+
 class ReadRequest(NamedTuple):
     """A piece of a file or of a directory."""
 
@@ -160,7 +164,7 @@ def decode_header(buffer: Buffer, size: int) -> Header:
     fields = _HEADER.unpack_from(buffer)
     if fields[0] != size:
         raise ProtocolError(f"a request of {size} bytes claims to have {fields[0]}")
-    return Header._make(fields[1:])
+    return _new_header(fields[1:])
 
 
 def decode_unique(buffer: Buffer, size: int) -> int:

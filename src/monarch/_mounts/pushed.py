@@ -127,7 +127,7 @@ class PushedFileSystem:
         file = self._tree.file(node)
         if isinstance(file, int):
             return file
-        found = self._store.read(Span(*file), offset, size, later)
+        found = self._store.read(file, offset, size, later)
         return found if isinstance(found, list | int) else later
 
     def forget(self, node: int) -> None:

@@ -21,7 +21,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from operator import add
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ import msgspec
 from monarch._base.errors import explain
 from monarch._mounts.filesystem import Attr
 from monarch._mounts.index import BIG_FILE_THRESHOLD, Index
-from monarch._mounts.ranges import Ranges, Span
+from monarch._mounts.ranges import Ranges, Span, span_of
 
 FORMAT = 1
 NOWHERE = -1
@@ -150,7 +150,7 @@ class Snapshot:
     def span(self, row: int) -> Span | None:
         """Where the bytes of a file are; None for a directory and a symbolic link."""
         offset = self.offsets[row]
-        return None if offset == NOWHERE else Span(offset, self.sizes[row])
+        return None if offset == NOWHERE else span_of((offset, self.sizes[row]))
 
     def attr(self, row: int) -> Attr:
         """The attributes of a row."""
@@ -233,8 +233,7 @@ class Snapshot:
     def spans(self) -> frozenset[Span]:
         """Where the files are that have bytes."""
         offsets, rows = self._files
-        made = partial(tuple.__new__, Span)  # a third of the time of `Span`, and each version needs one for every file
-        return frozenset(map(made, zip(offsets, map(self.sizes.__getitem__, rows), strict=True)))
+        return frozenset(map(span_of, zip(offsets, map(self.sizes.__getitem__, rows), strict=True)))
 
     def small_spans(self) -> list[Span]:
         """Where the small files lie, joined: what is worth sending before anybody asks."""

@@ -405,8 +405,13 @@ class Store:
             return errno.ESTALE
         if self._errnos and file.offset in self._errnos:
             return self._errnos[file.offset]
+        at = bisect_right(self._starts, start) - 1
+        if end <= self._segments[at].end:  # as nearly always
+            parts: Iterable[tuple[Segment, int, int]] = ((self._segments[at], start, end),)
+        else:
+            parts = self._parts(start, end)
         views = []
-        for segment, low, high in self._parts(start, end):
+        for segment, low, high in parts:
             if not segment.present.covers(low, high):
                 return None
             self._allocate(segment)

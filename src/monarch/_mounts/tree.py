@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from monarch._mounts.filesystem import ROOT, Attr, Entry
 from monarch._mounts.ranges import Span
-from monarch._mounts.snapshot import NOWHERE, Snapshot
+from monarch._mounts.snapshot import Snapshot
 
 _MOST_LISTINGS = 4
 
@@ -39,7 +39,7 @@ class Invalidation(NamedTuple):
 class _Node:
     """What the kernel has, or may have, a reference to."""
 
-    __slots__ = ("attr", "children", "number", "offset", "parent", "row", "target")
+    __slots__ = ("attr", "children", "number", "parent", "row", "span", "target")
 
     def __init__(self, number: int, parent: _Node | None, row: int, snapshot: Snapshot) -> None:
         self.number = number
@@ -49,14 +49,9 @@ class _Node:
         self.attr = snapshot.attr(row)
         self.children: dict[bytes, _Node] | None = {} if stat.S_ISDIR(self.attr[0]) else None
         """Those that have a node; None: this is no directory."""
-        self.offset = snapshot.offsets[row]
-        """Where its bytes begin; `NOWHERE`: a directory or a symbolic link."""
-        self.target = snapshot.targets.get(row) if snapshot.targets else None
-
-    @property
-    def span(self) -> Span | None:
+        self.span = snapshot.span(row)
         """Where its bytes are; None: a directory or a symbolic link."""
-        return None if self.offset == NOWHERE else Span(self.offset, self.attr[1])
+        self.target = snapshot.targets.get(row) if snapshot.targets else None
 
 
 class Tree:
