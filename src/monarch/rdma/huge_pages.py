@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ from monarch.rdma.handles import Handle
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.workers import Workers
 
+_logger = logging.getLogger("monarch.rdma")
 HUGE_BYTES = 2 << 20
 LEAST_BYTES = 2 * HUGE_BYTES
 """Of a buffer; in a smaller one a huge page may not fit."""
@@ -81,7 +83,13 @@ class HugePages:
         if self._closed.is_set() or memory.device != "cpu" or not is_possible():
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started: then not
-            self._worker.start_task(lambda: self._collapse(memory, is_wanted))
+            self._worker.start_task(lambda: self._put(memory, is_wanted))
+
+    def _put(self, memory: LocalMemory, is_wanted: Callable[[], bool]) -> None:
+        try:
+            self._collapse(memory, is_wanted)
+        except OSError as exc:  # descriptors have run out, or this process may not look at itself
+            _logger.debug("pages stay small: bytes=%d reason=%s", memory.nbytes, exc)
 
     def _collapse(self, memory: LocalMemory, is_wanted: Callable[[], bool]) -> None:
         for address in scattered(memory.address, memory.nbytes):
