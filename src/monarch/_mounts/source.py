@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from monarch._base.errors import explain
+from monarch._base.reused import reused
 from monarch._mounts import hashing
 from monarch._mounts.hashing import PIECE_BYTES, XXH3, Digests
 from monarch._mounts.index import BIG_FILE_THRESHOLD, place, read_fully
@@ -247,17 +248,17 @@ class Source:
             into[start - offset : start - offset + size] = bytes(size)
         return diverged
 
-    def read_within(self, offset: int, length: int) -> bytes | None:
+    def read_within(self, offset: int, length: int) -> memoryview | None:
         """As `read_piece`, with fewer copies; None: these bytes are not all of one file, or it has changed since the scan."""
         with self._lock:
             row, span = next(self._known.files(Span(offset, length)), (0, Span(0, 0)))
             if offset < span.offset or span.end < offset + length:
                 return None
-            data = self._read(self._known.path(row), self._seen(row), lambda fd: os.pread(fd, length, offset - span.offset))
-            if data is None or len(data) != length:
+            into = reused(length)
+            if not self._read(self._known.path(row), self._seen(row), partial(read_fully, offset=offset - span.offset, into=into)):
                 return None
-            self._note(row, span, offset, memoryview(data))
-            return data
+            self._note(row, span, offset, into)
+            return into
 
     def _seen(self, row: int) -> _Seen:
         assert self._scan is not None
