@@ -641,6 +641,7 @@ def test_small_files_are_read_and_mapped_without_a_read(mounted):
     if not it.server.statistics().passthrough:
         pytest.skip("this kernel does not read backing files (Linux 6.9), so files are not opened one by one")
     it.tree.given = {it.tree.paths["/plain"], it.tree.paths["/code"]}
+    assert run("ls", "-lR", it.point).returncode == 0 and it.server.statistics().given == 0, "who only lists reads nothing"
     assert it.bytes("plain") == b"p" * 5000
     assert run_python(f"{MAP}; print(len(m), m[:].strip(b'c'))", it.path("code")) == "9001 b''\n"
     assert it.requests("READ") == 0 and it.server.statistics().given == 2

@@ -15,7 +15,8 @@ Read next: `fuse_server.py`, which asks; `fuse_calls.py` for what each question 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -48,6 +49,11 @@ class Entry(NamedTuple):
 
     node: int
     attr: Attr
+
+
+attr_of: Callable[[tuple[int, int, int, int, int, int, int, int, bool]], Attr] = partial(tuple.__new__, Attr)
+entry_of: Callable[[tuple[int, Attr]], Entry] = partial(tuple.__new__, Entry)
+"""`Attr(*fields)` and `Entry(*fields)` in half the time, for where there is one for every file."""
 
 
 class Opened(NamedTuple):

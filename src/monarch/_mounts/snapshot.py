@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from monarch._base.errors import explain
-from monarch._mounts.filesystem import Attr
+from monarch._mounts.filesystem import Attr, attr_of
 from monarch._mounts.index import BIG_FILE_THRESHOLD, Index
 from monarch._mounts.ranges import Ranges, Span, span_of
 
@@ -156,7 +156,7 @@ class Snapshot:
         """The attributes of a row."""
         mode, nlink, uid, gid = self.kinds[self.kind_of[row]]
         mtime = self.mtimes[row]
-        return Attr(mode, self.sizes[row], nlink, uid, gid, mtime, mtime, self.ctimes[row])
+        return attr_of((mode, self.sizes[row], nlink, uid, gid, mtime, mtime, self.ctimes[row], True))
 
     def child(self, row: int, name: bytes) -> int | None:
         """The row of a name in a directory. Cost: O(children) the first time."""

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from monarch._mounts.filesystem import ROOT, Attr, Entry
+from monarch._mounts.filesystem import ROOT, Attr, Entry, entry_of
 from monarch._mounts.ranges import Span
 from monarch._mounts.snapshot import Snapshot
 
@@ -197,7 +197,7 @@ class Tree:
         rows = self._snapshot.children(folder.row)
         names = self._snapshot.names[rows.start : rows.stop]
         nodes = [self._node_of(folder, name, row) for row, name in zip(rows, names, strict=True)]
-        return [(name, Entry(found.number, found.attr)) for name, found in zip(names, nodes, strict=True)]
+        return [(name, entry_of((found.number, found.attr))) for name, found in zip(names, nodes, strict=True)]
 
     def _node_of(self, folder: _Node, name: bytes, row: int) -> _Node:
         assert folder.children is not None
