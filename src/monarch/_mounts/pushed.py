@@ -42,7 +42,7 @@ class PushedFileSystem:
         """Node of an open file to the number of handles and the descriptor that they are read from."""
         self._next_handle = 1
         self._given: set[int] = set()
-        """Nodes of small files whose bytes the kernel was given. It may drop them, and then it asks."""
+        """Nodes of small files whose bytes the kernel was offered. If it did not take them, or drops them, it asks."""
 
     def knows(self, node: int) -> bool:
         """Whether the kernel may have a reference to a node: who makes a server replaces this by what that says."""
