@@ -18,6 +18,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 MOST_BYTES = 32 << 20
@@ -25,6 +26,14 @@ MOST_BYTES = 32 << 20
 MOST_FREE_BYTES = 64 << 20
 _LEAST_BYTES = 512 << 10
 _HUGE_BYTES = 2 << 20
+
+
+class Pages:
+    """What views of this module are views of."""
+
+    is_settled = False
+    """Nobody writes to them any more, as long as they are in use."""
+
 
 _free: dict[int, list[mmap.mmap]] = {}
 """Pages that nobody uses, by their number of bytes."""
@@ -41,16 +50,34 @@ def reused(size: int) -> memoryview:
     """
     if size < 1:
         raise ValueError(f"there is no memory of {size} bytes")
-    capacity = max(_LEAST_BYTES, 1 << (size - 1).bit_length()) if size <= MOST_BYTES else size
-    free = _free.setdefault(capacity, []) if size <= MOST_BYTES else []
+    if size > MOST_BYTES:
+        return memoryview(_new(size))
+    capacity = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
+    free = _free.setdefault(capacity, [])
     try:
         pages = free.pop()
     except IndexError:
         pages = _new(capacity)
-    exporter: Any = (ctypes.c_ubyte * capacity).from_buffer(pages)
-    if size <= MOST_BYTES:
-        weakref.finalize(exporter, _giver(free), pages).atexit = False
+    exporter = _kind(capacity).from_buffer(pages)
+    weakref.finalize(exporter, _giver(free), pages).atexit = False
     return memoryview(exporter).cast("B")[:size]
+
+
+def settle(view: memoryview) -> memoryview:
+    """Promise that nobody will write to a view of `reused`, or to any other of the same bytes: whoever keeps it need not copy it."""
+    if isinstance(view.obj, Pages):
+        view.obj.is_settled = True
+    return view
+
+
+def is_settled(view: memoryview) -> bool:
+    """Whether the bytes of a view never change as long as it exists: they were settled, or are those of a `bytes`."""
+    return isinstance(view.obj, bytes) or (isinstance(view.obj, Pages) and view.obj.is_settled)
+
+
+@lru_cache
+def _kind(capacity: int) -> Any:
+    return type("Pages", (Pages, ctypes.Array), {"_type_": ctypes.c_ubyte, "_length_": capacity})
 
 
 def _giver(free: list[mmap.mmap]) -> Callable[[mmap.mmap], None]:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from monarch._base.errors import explain
-from monarch._base.reused import reused
+from monarch._base.reused import reused, settle
 from monarch._mounts import hashing
 from monarch._mounts.hashing import PIECE_BYTES, XXH3, Digests
 from monarch._mounts.index import BIG_FILE_THRESHOLD, place, read_fully
@@ -258,7 +258,7 @@ class Source:
             if not self._read(self._known.path(row), self._seen(row), partial(read_fully, offset=offset - span.offset, into=into)):
                 return None
             self._note(row, span, offset, into)
-            return into
+            return settle(into)
 
     def _seen(self, row: int) -> _Seen:
         assert self._scan is not None

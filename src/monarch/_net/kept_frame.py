@@ -1,5 +1,7 @@
 """Kept frames: copies of long frames, in memory that is used again, until the other end has them.
 
+What can't change is not copied: `bytes`, and what was settled.
+
 Read next: `session_link.py`, which keeps them.
 """
 
@@ -7,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from monarch._base.reused import reused
+from monarch._base.reused import is_settled, reused
 from monarch._wire.frames import Buffer
 
 LONG_BYTES = 512 << 10
 """From here on a frame is kept in chunks; a shorter one is one piece of bytes."""
 _CHUNK_BYTES = 4 << 20
+_LEAST_REFERRED = 64 << 10
+"""A shorter piece is copied: each has a write of its own."""
 
 
 class KeptFrame:
@@ -30,17 +34,26 @@ class KeptFrame:
 
     def copy(self, pieces: Sequence[Buffer]) -> Iterator[memoryview]:
         """Copy the pieces of a frame; each chunk as soon as it is full, so that it can leave while the next is filled."""
+        views = [memoryview(piece) for piece in pieces]
+        left = sum([len(view) for view in views if not _stays(view)])
         space, fill = memoryview(b""), 0
-        for piece in pieces:
-            rest = memoryview(piece)
+        for view in views:
+            if _stays(view):
+                if fill:
+                    yield self._add(space[:fill])
+                    space, fill = space[fill:], 0
+                yield self._add(view)
+                continue
+            rest = view
             while len(rest):
                 if fill == len(space):
                     if fill:
                         yield self._add(space)
-                    space, fill = reused(_CHUNK_BYTES), 0
+                    space, fill = reused(min(left, _CHUNK_BYTES)), 0
                 count = min(len(rest), len(space) - fill)
                 space[fill : fill + count] = rest[:count]
                 fill += count
+                left -= count
                 rest = rest[count:]
         if fill:
             yield self._add(space[:fill])
@@ -53,3 +66,7 @@ class KeptFrame:
     def free(self) -> None:
         """Nobody needs it any more."""
         self.pieces.clear()
+
+
+def _stays(view: memoryview) -> bool:
+    return len(view) >= _LEAST_REFERRED and is_settled(view)
