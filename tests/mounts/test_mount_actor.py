@@ -10,7 +10,7 @@ from mounts.world import FILE, MIB, made
 
 @pytest.mark.parametrize(
     ("small", "big", "outcome"),
-    [([], [], False), ([], [MIB], True), ([9], [], False), ([MIB - 1], [], False), ([9] * 16, [MIB], False), ([9] * 15, [MIB], True)],
+    [([], [], False), ([], [MIB], True), ([9], [], False), ([MIB - 1], [], False), ([9] * 64, [MIB], False), ([9] * 63, [MIB], True)],
 )
 def test_the_kernel_reads_big_files_where_they_outweigh_the_openings_of_small_ones(small, big, outcome):
     sizes = [*small, *big]
