@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import weakref
 
@@ -239,3 +240,13 @@ def test_a_closed_engine_takes_nothing_more(engine):
     engine.close()
     with pytest.raises(RDMAError, match="shut down"):
         engine.submit([op(1, LARGE)], 60).get(WAIT_S)
+
+
+def test_work_of_several_submits_runs_elsewhere_in_the_context_of_the_caller(engine):
+    asker = contextvars.ContextVar("asker", default="nobody")
+    asker.set("me")
+    assert engine.run(lambda: (asker.get(), threading.current_thread().name), "weights of somebody").get(WAIT_S) == (
+        "me",
+        "monarch-rdma-weights",
+    )
+    assert repr(engine.run(lambda: {}["missing"], "weights").exception(WAIT_S)) == "KeyError('missing')"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import threading
@@ -342,6 +343,50 @@ def test_a_relay_that_can_not_get_weights_is_told_once_and_asked_again(caplog):
         weights.pull(state(0))
     assert relay.asked == 3 and caplog.text.count("no room for the next version") == 1
     publisher.close()
+
+
+class Slow:
+    """A source that has nothing before the test lets it."""
+
+    def __init__(self, owner):
+        self.owner, self.copies, self.gate, self.thread = owner, owner.copies, threading.Event(), None
+
+    def newest(self, nbytes, timeout):
+        self.thread = threading.current_thread()
+        assert self.gate.wait(10)
+        return self.owner.newest(nbytes, timeout)
+
+
+async def test_a_pull_that_was_started_does_not_block_the_event_loop():
+    publisher = WeightPublisher(state(1), version=3)
+    weights, into = publisher.weights, state(0)
+    slow = Slow(weights._owner)
+    weights._sources = [slow, weights._owner]
+    pulling = weights.start_pull(into)
+    asyncio.get_running_loop().call_soon(slow.gate.set)  # runs only if this loop does
+    assert await pulling == 3 and same(into, state(1))
+    assert slow.thread is not threading.current_thread()
+    publisher.close()
+
+
+async def test_a_pull_that_blocks_the_event_loop_says_what_to_write():
+    publisher = WeightPublisher(state(1), version=3)
+    into = state(0)
+    with pytest.warns(UserWarning) as warned:
+        assert publisher.weights.pull(into) == 3 and same(into, state(1))
+    [said] = warned
+    assert 'write "await weights.start_pull(...)"' in str(said.message) and said.filename == __file__
+    publisher.close()
+
+
+def test_a_pull_that_can_not_be_started_is_refused_at_the_call_and_a_failure_is_its_outcome():
+    publisher = WeightPublisher(state(1))
+    with pytest.raises(ValueError, match="c are not among the published weights"):
+        publisher.weights.start_pull({"c": np.zeros(3)})
+    publisher.close()
+    pulling = publisher.weights.start_pull(state(0))
+    with pytest.raises(RDMAError):
+        pulling.get(10)
 
 
 def test_pulling_that_is_interrupted_changes_nothing_afterwards(monkeypatch):

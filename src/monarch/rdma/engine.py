@@ -15,12 +15,14 @@ Read next: `transport.py` for what moves bytes, `action.py` for who submits.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from monarch._base.errors import InternalError
 from monarch._base.ids import ProcRef
@@ -31,6 +33,7 @@ from monarch.rdma.handles import Handle
 from monarch.rdma.transport import SPLIT_BYTES, Choice, Op, Piece, Transport, check_deadline
 from monarch.rdma.workers import Workers
 
+T = TypeVar("T")
 INLINE_BYTES = 1 << 20
 """Up to here handing over to another thread costs more than it gains."""
 _SMALL_OP_BYTES = 16 << 10
@@ -132,6 +135,23 @@ class Engine:
         else:
             last.future._when_done(then)
 
+    def run(self, work: Callable[[], T], lane: str) -> Future[T]:
+        """Do what waits for several submits, one after the other, on a worker of its own lane, with the context of the caller."""
+        result: Future[T] = Future._new()
+        context = contextvars.copy_context()
+
+        def task() -> None:
+            try:
+                result._complete(context.run(work))
+            except BaseException as exc:
+                result._fail(exc)
+
+        try:
+            self._pool(lane).start_task(task)
+        except RuntimeError as exc:
+            result._fail(submit_failed(_no_thread(exc), lane))
+        return result
+
     # --- small ---------------------------------------------------------------------------------------------------
 
     def _move_now(self, ops: Sequence[Op], deadline_s: float) -> Future[None] | None:
@@ -216,8 +236,7 @@ class Engine:
         try:
             self._pool(pool).start_task(lambda: self._plan(submit, pool))
         except RuntimeError as exc:
-            hint = "raise the limit of threads (ulimit -u), or that of memory"
-            self._fail(submit, TransferError(f"no thread can be started for it: {exc}", next=hint))
+            self._fail(submit, _no_thread(exc))
             self._end(submit)
 
     def _plan(self, submit: Submit, own_pool: str) -> None:
@@ -333,6 +352,11 @@ def _is_small(ops: Sequence[Op]) -> bool:
     """Whether the thread of the caller is to move them itself."""
     total = ops[0].nbytes if len(ops) == 1 else sum([op.nbytes for op in ops])
     return total <= INLINE_BYTES or (len(ops) <= _MOST_INLINE_OPS and total <= len(ops) * _SMALL_OP_BYTES)
+
+
+def _no_thread(failure: RuntimeError) -> TransferError:
+    hint = "raise the limit of threads (ulimit -u), or that of memory"
+    return TransferError(f"no thread can be started for it: {failure}", next=hint)
 
 
 def _place_of(op: Op) -> str:
