@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from monarch._base.errors import explain
 from monarch.rdma.buffer import RDMABuffer
-from monarch.rdma.errors import NoRoomError, RDMAError, UnavailableError
+from monarch.rdma.errors import BufferGoneError, NoRoomError, OwnerGoneError, RDMAError, UnavailableError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
 from monarch.rdma.manager import is_published
@@ -107,6 +107,8 @@ class Copies:
         self._buffers = [RDMABuffer(header.toreadonly())]
         self._attempts = 0
         self._is_closed = False
+        self._last = NOTHING
+        """When it was closed."""
         self._fd = _memory_file(self._name, self._stride * self._most)
         file = None
         if self._fd >= 0:
@@ -122,7 +124,9 @@ class Copies:
     def check(self) -> None:
         """RDMAError when they were closed, or this is a fork: that shares the memory, and would publish in the place of its parent."""
         if self._is_closed:
-            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
+            what = f"these weights were closed, with close(), when version {self._last.version} was the last"
+            hint = "make a new WeightPublisher, and give its handle (publisher.weights) to the readers"
+            raise RDMAError(explain(what, where=self.published.owner, next=hint))
         if os.getpid() != self.pid:
             what = f"only process {self.pid} publishes these weights, and this is a fork of it"
             raise RDMAError(explain(what, where=f"process {os.getpid()}", next="make a new WeightPublisher"))
@@ -216,7 +220,8 @@ class Copies:
 
     def close(self) -> None:
         """Take the memory back. Who has mapped it keeps it. Harmless twice."""
-        self._is_closed = True
+        if not self._is_closed:
+            self._last, self._is_closed = self.newest(), True
         for buffer in self._buffers:
             if is_published(buffer._handle):  # or else the runtime that did so has ended, and taken it back
                 buffer.drop().get()
@@ -245,6 +250,24 @@ class PublishedCopies:
     def owner(self) -> str:
         """Whose they are, for people."""
         return f"{self._header._handle.ref.uid} at {self._header._handle.ref.address}"
+
+    def explained(self, failure: RDMAError, last: Copy) -> RDMAError:
+        """A failure in the words of who knows of weights, and not of the buffers that they are in; itself when it is no matter of that.
+
+        Args:
+            last: what was read from here before.
+        """
+        cause = failure.__cause__
+        if isinstance(cause, BufferGoneError):
+            what = "these weights are closed: their WeightPublisher has taken the memory back, with close()"
+            hint = "take the handle of the WeightPublisher that publishes now (publisher.weights)"
+        elif isinstance(cause, OwnerGoneError):
+            what = f"the publisher of these weights is gone: {cause.fate or cause.what}"
+            hint = "make a new WeightPublisher in a process that lives, and take its handle (publisher.weights)"
+        else:
+            return failure
+        seen = "no version was seen from here" if last == NOTHING else f"version {last.version} was the last that was seen from here"
+        return RDMAError(explain(f"{what}; {seen}", where=self.owner, next=hint))
 
     def newest(self, timeout: int) -> Copy:
         """The newest copy that is whole now; `NOTHING` while the only one is being filled. Cost: one small one-sided read.

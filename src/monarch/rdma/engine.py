@@ -324,8 +324,9 @@ class Engine:
         told = "" if isinstance(failure, (BufferGoneError, DeadlineError)) else self._why_gone(ref, _ASK_S if is_gone else 0.0)
         if is_gone or told:
             self._choice.forget(op.handle.nonce)
-            text = f"the owner of the buffer is gone: {ref.uid} {told or '(' + failure.what + ')'}"
-            failure = OwnerGoneError(text, next="make a new RDMABuffer in a process that lives")
+            fate = f"{ref.uid} {told or '(' + failure.what + ')'}"
+            hint = "make a new RDMABuffer in a process that lives"
+            failure = OwnerGoneError(f"the owner of the buffer is gone: {fate}", next=hint, fate=fate)
         error = submit_failed(failure, _place_of(op))
         error.__cause__ = failure
         return error

@@ -52,6 +52,13 @@ class BufferGoneError(TransferError):
 class OwnerGoneError(TransferError):
     """The process that owns the memory has ended."""
 
+    def __init__(self, what: str, *, next: str = "", fate: str = "") -> None:
+        """Args:
+        fate: which process that was, and how it ended; "" before somebody has asked.
+        """
+        super().__init__(what, next=next)
+        self.fate = fate
+
 
 class DeadlineError(TransferError):
     """The time of the submit is over."""

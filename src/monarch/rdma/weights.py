@@ -153,13 +153,15 @@ class Weights:
         self._relays = relays
         self._sources: list[Source] = []
         """Of this process, the best first; the last is the owner. Empty before the first read."""
+        self._last = NOTHING
+        """What was read from here before."""
         self._told = ""
         """Why the log has it that the relay is not used."""
 
     def version(self, *, timeout: int = 60) -> int:
         """The version that is published now. Cost: one small one-sided read, of the owner's memory."""
         deadline_s = time.monotonic() + checked_timeout(timeout)
-        return self._use_source(self._owner, lambda *_: True, 1, deadline_s)[0].version
+        return self._use_owner(lambda *_: True, 1, deadline_s)[0].version
 
     def pull(self, into: Mapping[str, Any], *, names: Iterable[str] | None = None, timeout: int = 60) -> int:
         """Copy published weights into tensors or arrays of this process; all of one version, at least as new as `version()` is now.
@@ -292,13 +294,20 @@ class Weights:
                 if str(exc) != self._told:
                     self._told = str(exc)
                     _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
-        return self._use_source(self._owner, use, nbytes, deadline_s)
+        return self._use_owner(use, nbytes, deadline_s)
+
+    def _use_owner(self, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
+        try:
+            return self._use_source(self._owner, use, nbytes, deadline_s)
+        except RDMAError as exc:
+            raise self._owner.copies.explained(exc, self._last) from exc.__cause__
 
     def _use_source(self, source: Source, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
         while True:
             copy = source.newest(nbytes, _left(deadline_s))
             used = use(source, copy, deadline_s) if copy != NOTHING else None
             if used is not None:
+                self._last = copy
                 return copy, used
             if time.monotonic() >= deadline_s:
                 hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"
