@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -113,6 +114,44 @@ def test_when_a_relay_dies_its_readers_go_to_the_learner_and_those_behind_it_rea
     assert readers.pull.call().get(WAIT_S).values() == [2] * 4
     assert all("learner" in owner for owner, _ in first.source.call().get(WAIT_S).values())
     assert all("weights-relay" in owner for owner, _ in second.source.call().get(WAIT_S).values())
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda way: way.name)
+def test_a_relay_that_ends_or_is_stopped_costs_its_readers_little_whatever_the_way(publish, way):
+    learner, readers = publish(4 * MIB)
+    assert readers.pull.call().get(WAIT_S).values() == [0] * 4
+    first = readers.slice(hosts=0)
+    [(_, pid)] = set(first.source.call().get(WAIT_S).values())
+    learner.publish.call_one().get(WAIT_S)
+    os.kill(pid, way)
+    try:
+        began = time.monotonic()
+        assert readers.pull.call(timeout=20).get(WAIT_S).values() == [1] * 4
+        assert time.monotonic() - began < 5
+        learner.publish.call_one().get(WAIT_S)
+        began = time.monotonic()
+        assert readers.pull.call(timeout=20).get(WAIT_S).values() == [2] * 4
+        assert time.monotonic() - began < 2, "it is not asked again"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_relay_whose_host_is_cut_off_does_not_keep_those_behind_it(hosts, publish):
+    learner, readers = publish(4 * MIB)
+    assert readers.pull.call().get(WAIT_S).values() == [0] * 4
+    hosts[1].limit("100mbit")
+    try:
+        learner.publish.call_one().get(WAIT_S)
+        begun = hosts[1].sent_bytes()
+        pulling = readers.slice(hosts=1).pull.call(timeout=20)
+        wait_until(lambda: hosts[1].sent_bytes() - begun > MIB)
+        hosts[1].link_down()
+        began = time.monotonic()
+        assert pulling.get(WAIT_S).values() == [1] * 2
+        assert time.monotonic() - began < 5
+    finally:
+        hosts.mend()
 
 
 def test_the_death_of_the_learner_is_told_at_once_and_its_relays_end(hosts, publish, faults):

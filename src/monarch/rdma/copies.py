@@ -25,10 +25,11 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from monarch._base.errors import explain
+from monarch._runtime.future import Future
 from monarch.rdma.buffer import RDMABuffer
 from monarch.rdma.errors import BufferGoneError, NoRoomError, OwnerGoneError, RDMAError, UnavailableError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
@@ -116,6 +117,8 @@ class Copies:
         self.published = PublishedCopies(self._buffers[0], self._most, size, file)
         """The handle for others."""
         self._filling = NOTHING
+        self._late: dict[int, list[Future[None]]] = {}
+        """By slot, transfers that may still write to it."""
 
     def newest(self) -> Copy:
         """The newest whole copy."""
@@ -164,9 +167,14 @@ class Copies:
         self._end()
         return whole
 
-    def abandon(self) -> None:
-        """What was filled in so far is worth nothing. No-op when nothing is being filled."""
+    def abandon(self, late: Sequence[Future[None]] = ()) -> None:
+        """What was filled in so far is worth nothing. No-op when nothing is being filled.
+
+        Args:
+            late: transfers into it; the slot is filled anew only when they are over.
+        """
         if self._filling.stamp:
+            self._late[self._filling.slot] = [*late]
             self._words[self._filling.slot * _WORDS + _STAMP] = 0
             self._end()
 
@@ -182,11 +190,14 @@ class Copies:
         if len(self._slots) >= self._copies:
             kept = -1 if self._copies == 1 else self.newest().slot
             for copy in sorted(self._all(), key=lambda copy: copy.stamp):
-                if copy.slot != kept and _lock(self._fd, fcntl.F_WRLCK, copy.slot):
+                if copy.slot != kept and not self._is_late(copy.slot) and _lock(self._fd, fcntl.F_WRLCK, copy.slot):
                     return copy.slot
             if len(self._slots) == self._most:
                 raise self._all_mapped()
         return self._add_slot()
+
+    def _is_late(self, slot: int) -> bool:
+        return not all(transfer._done for transfer in self._late.get(slot, ()))
 
     def _add_slot(self) -> int:
         slot = len(self._slots)
@@ -210,6 +221,7 @@ class Copies:
         versions = {copy.slot: copy.version for copy in self._all()}
         held = sorted({(versions[offset // self._stride], pid, command) for pid, command, offset in holders_of(self._name)})
         who = [f"version {version} by pid {pid} ({command})" for version, pid, command in held]
+        who += [f"copy {slot + 1} by a transfer that has been given up" for slot in range(self._most) if self._is_late(slot)]
         return NoRoomError(
             explain(
                 f"there is no room for the next version: of {self._most} copies of the weights readers map all but the newest",
@@ -245,6 +257,8 @@ class PublishedCopies:
         self._file = file
         self._buffers: dict[int, RDMABuffer] = {}
         """Of the slots that were read from here."""
+        self.wait: Callable[[Future[None]], None] = Future.get
+        """How small transfers are waited for."""
 
     @property
     def owner(self) -> str:
@@ -334,7 +348,7 @@ class PublishedCopies:
 
     def _read(self, start: int, nbytes: int, timeout: int) -> bytearray:
         data = bytearray(nbytes)
-        self._header[start : start + nbytes].read_into(data, timeout=timeout).get()
+        self.wait(self._header[start : start + nbytes].read_into(data, timeout=timeout))
         return data
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -28,6 +28,10 @@ class UnavailableError(RDMAError):
     """Who was asked for weights lives, and can't give them (so)."""
 
 
+class SilentError(UnavailableError):
+    """A relay has given no sign of life, so nobody waits for it."""
+
+
 class RdmaInitError(Exception):
     """No transfer is possible in this process: nothing that could carry one is available, or it is misconfigured."""
 

@@ -71,6 +71,10 @@ class RelayActor(Actor):
         if relays.at(own_host()) is not None:
             self._upstreams = [*relays.before(own_host()), Source(owner, None)]
 
+    @endpoint
+    def sign(self) -> None:
+        """That it lives."""
+
     @endpoint(explicit_response_port=True)
     def newest(self, port: Port[Copy | None], nbytes: int, timeout: int) -> None:
         """A copy as new as what is published now, or newer, of which so many bytes are there; see `wait_copy`."""
@@ -159,7 +163,7 @@ class RelayActor(Actor):
                     reads.append((end, source[asked:end].read_into(memory[asked:end], timeout=_PATIENCE_S)))
                     asked = end
                 if reads:
-                    reads[0][1].get()
+                    upstream.wait(reads[0][1])
                     done = reads.popleft()[0]
                     if done < self._copies.size:
                         self._announce(done)
@@ -171,9 +175,7 @@ class RelayActor(Actor):
                 there = now
             return self._copies.finish()
         finally:
-            for _, read in reads:  # they still write to the memory, which may be filled anew then
-                read.exception()
-            self._copies.abandon()
+            self._copies.abandon([read for _, read in reads])
 
     def _announce(self, done: int) -> None:
         """Let others read what has come. Should it have been overwritten upstream, they find that this copy never becomes whole."""
