@@ -58,6 +58,8 @@ class MemoryKeys(msgspec.Struct, frozen=True, tag=True):
     """Generations that were dropped: the other ones are held."""
     refusal: str = ""
     """Why there are no keys at all."""
+    refused: tuple[tuple[int, str], ...] = ()
+    """Generations that NIXL can't register, and why: they are not held."""
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):

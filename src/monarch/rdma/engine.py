@@ -28,7 +28,7 @@ from monarch._base.errors import InternalError
 from monarch._base.ids import ProcRef
 from monarch._runtime.future import Future
 from monarch.rdma import staging
-from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, submit_failed
+from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError, submit_failed
 from monarch.rdma.handles import Handle
 from monarch.rdma.transport import SPLIT_BYTES, Choice, Op, Piece, Transport, check_deadline
 from monarch.rdma.workers import Workers
@@ -169,6 +169,8 @@ class Engine:
             for chosen, group in groups:
                 for piece in chosen.cut(group):
                     staging.move(chosen, piece, deadline_s)
+        except UnreachableError:
+            return None
         except OwnerGoneError as exc:
             future: Future[None] = Future._new()
             failure, op = exc, ops[0]
@@ -181,14 +183,16 @@ class Engine:
     def _groups(self, ops: Sequence[Op], find: Callable[[Op], Transport | None]) -> list[tuple[Transport, list[Op]]] | None:
         """Ops by lane, in order; None when one has no transport."""
         groups: dict[str, tuple[Transport, list[Op]]] = {}
-        by_owner: dict[bytes, list[Op]] = {}
+        by_route: dict[Hashable, list[Op]] = {}
+        route_of = self._choice.route_of
         for op in ops:
-            mates = by_owner.get(op.handle.route)
+            route = route_of(op.handle)
+            mates = by_route.get(route)
             if mates is None:
                 transport = find(op)
                 if transport is None:
                     return None
-                mates = by_owner[op.handle.route] = groups.setdefault(transport.lane(op.handle), (transport, []))[1]
+                mates = by_route[route] = groups.setdefault(transport.lane(op.handle), (transport, []))[1]
             mates.append(op)
         return list(groups.values())
 
@@ -276,7 +280,7 @@ class Engine:
             except IndexError:
                 break
             try:
-                staging.move(transport, piece, submit.deadline_s)
+                self._carry(transport, piece, submit.deadline_s)
             except Exception as exc:
                 submit.failed_op = piece.ops[0]
                 submit.failure = exc
@@ -292,6 +296,22 @@ class Engine:
         else:
             self._break(submit, failure)
         self._end(submit)
+
+    def _carry(self, transport: Transport, piece: Piece, deadline_s: float) -> None:
+        """Move a piece; what this transport does not lead to after all goes by the next one that does."""
+        try:
+            staging.move(transport, piece, deadline_s)
+        except UnreachableError as exc:
+            others: dict[Transport, list[Op]] = {}
+            for op in piece.ops:
+                is_refused = not exc.generations or op.handle.generation in exc.generations
+                other = self._choice.divert(transport, op.handle, exc, deadline_s) if is_refused else transport
+                others.setdefault(other, []).append(op)
+            if others.keys() == {transport}:
+                raise
+            for other, ops in others.items():
+                for part in other.cut(ops):
+                    self._carry(other, part, deadline_s)
 
     def _end(self, submit: Submit) -> None:
         """Let those go on that wait for it. It is over, so its future has an outcome, or had one before it began."""

@@ -9,6 +9,8 @@ Read next: `engine.py`, which turns one into the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from monarch._base.errors import explain
 
 
@@ -72,7 +74,14 @@ class DeadlineError(TransferError):
 
 
 class UnreachableError(TransferError):
-    """This transport leads nowhere near the owner."""
+    """This transport does not lead there; another one may."""
+
+    def __init__(self, what: str, *, next: str = "", generations: Iterable[int] = ()) -> None:
+        """Args:
+        generations: of the regions that it does not lead to; none: to nothing of the owner.
+        """
+        super().__init__(what, next=next)
+        self.generations = frozenset(generations)
 
 
 def submit_failed(cause: TransferError, where: str) -> RDMAError:
