@@ -1,0 +1,73 @@
+"""One-sided memory where the kernel forbids its calls: by a seccomp profile, or everybody's look into a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from monarch.rdma import vm
+from system.remote import TESTS
+
+pytestmark = pytest.mark.skipif(not vm.available(), reason="this system has no process_vm_readv")
+USE = """
+    import warnings
+    warnings.simplefilter("ignore")
+    from system import forbidden
+    {forbid}
+    import os, signal, time
+    from monarch.actor import endpoint, this_host
+    from monarch.rdma import RDMAAction, RDMABuffer, RDMAError
+    from monarch.rdma.manager import own_manager
+    from system.memory_owner import Owner
+
+    class Peer(Owner):
+        @endpoint
+        def hide(self) -> None:
+            forbidden.hide()
+
+        @endpoint
+        def use(self, buffers: list[RDMABuffer]) -> str:
+            for buffer in buffers:
+                data = os.urandom(buffer.size())
+                buffer.write_from(memoryview(data)).get(20)
+                target = bytearray(buffer.size() + 8)
+                buffer.read_into(target).get(20)
+                assert target == data + bytes(8)
+            parts, action = [bytearray(10) for _ in range(100)], RDMAAction()
+            for at, part in enumerate(parts):
+                action.read_remote(part, buffers[-1][20 * at : 20 * at + 10])
+            action.submit().get(20)
+            assert parts == [data[20 * at : 20 * at + 10] for at in range(100)]
+            return own_manager()._choice.known(buffers[0]._handle).name
+
+        @endpoint
+        def failure(self, buffer: RDMABuffer) -> str:
+            texts = []
+            for transfer in (buffer.read_into, buffer.write_from):
+                try:
+                    transfer(bytearray(buffer.size())).get(20)
+                except RDMAError as exc:
+                    texts.append(str(exc))
+            return "\\n".join(texts)
+
+    procs = this_host().spawn_procs({{"gpus": 3}})
+    owner, reader, other = (procs.slice(gpus=rank).spawn(f"peer{{rank}}", Peer) for rank in range(3))
+    {hide}
+    buffers = [owner.publish.call_one(nbytes).get(20)[0] for nbytes in (5, 40 << 20, 3000)]
+    print("by", reader.use.call_one(buffers).get(20), flush=True)
+"""
+
+
+def test_where_seccomp_forbids_the_calls_the_kernel_copies_by_its_files(run_script):
+    done = run_script(
+        USE.format(forbid="forbidden.forbid_calls()", hide="")
+        + """
+    buffers[2].drop().get(20)
+    print(reader.failure.call_one(buffers[2]).get(20).count("not found"), flush=True)
+    import monarch.actor
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+    os.kill(owner.pid.call_one().get(20), signal.SIGKILL)
+    print(reader.failure.call_one(buffers[1]).get(20).count("the owner of the buffer is gone"), flush=True)
+""",
+        env={"PYTHONPATH": TESTS},
+    ).check()
+    assert done.stdout.split("\n")[:3] == ["by cma", "2", "2"], str(done)
