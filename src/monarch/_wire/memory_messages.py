@@ -20,7 +20,7 @@ class ShareMemory(msgspec.Struct, frozen=True, tag=True):
 class LendMemory(msgspec.Struct, frozen=True, tag=True):
     """The sender wants to read memory of this process, whose agent can't be dialled: the agent is to dial the sender.
 
-    The owner passes it on to its agent. Whoever connects says the ticket first.
+    The owner passes it on to its agent, unless it is to serve its memory itself. Whoever connects says the ticket first.
     """
 
     reader: str
@@ -28,6 +28,8 @@ class LendMemory(msgspec.Struct, frozen=True, tag=True):
     ticket: bytes
     credentials: bytes = b""
     """Of the owner, for its agent, which may have none yet."""
+    by_owner: bool = False
+    """The agent can't read this process either."""
 
     def __repr__(self) -> str:
         return f"LendMemory(reader={self.reader!r})"  # not the credentials

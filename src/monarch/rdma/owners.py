@@ -9,6 +9,7 @@ Read next: `data_service.py`, which serves them.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -99,6 +100,12 @@ class SharedOwner:
             if self._locks is None:
                 self._locks = vm.owner_locks(self.pid, self._table, self._head().lock_fd)
             return self._locks
+
+    def abandon(self) -> None:
+        """Close the descriptor only; for a fork."""
+        if self._locks is not None and self._locks.fd >= 0:
+            os.close(self._locks.fd)
+            self._locks.fd = -1
 
     def close(self) -> None:
         """The owner is gone."""

@@ -4,6 +4,7 @@
     ipc     GPUs of one machine, mapped by CUDA (`ipc_transport.py`)
     nixl    InfiniBand, RoCE, EFA, by a library (`nixl_transport.py`)
     tcp     anywhere else: the owner's host agent reads and writes for us (`tcp_transport.py`)
+    owner   what the kernel lets nobody touch but the owner, which serves it itself (`owner_transport.py`)
     staged  GPU memory that none of these reaches: the owner copies it to host memory, which some of these reach (`staged_transport.py`)
 
 The engine takes, per owner, the first in this order whose blob is in the handle and whose `connect` has really reached the owner, and
@@ -36,7 +37,7 @@ from monarch.rdma.memory import LocalMemory
 from monarch.rdma.regions import Region
 
 _logger = logging.getLogger("monarch.rdma")
-ORDER = ("cma", "ipc", "nixl", "tcp", "staged")
+ORDER = ("cma", "ipc", "nixl", "tcp", "owner", "staged")
 Kind: TypeAlias = Literal["read", "write"]
 _MOST_REMEMBERED = 4096
 """Owners whose transport is known."""
