@@ -81,6 +81,8 @@ class Source:
             raise ValueError(explain("the path of the directory to push is empty", next="name a directory"))
         self.path = os.path.abspath(path)
         self.algorithm = algorithm or hashing.algorithms()[0]
+        self._covered: set[str] = set()
+        """Directories that are left empty, as paths in the tree."""
         self._digest = hashing.digest(self.algorithm)
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
@@ -98,6 +100,15 @@ class Source:
     def snapshot(self) -> Snapshot | None:
         """The version that the last scan saw; None before the first."""
         return self._snapshot
+
+    def cover(self, paths: Iterable[str]) -> None:
+        """Show directories as empty ones from the next scan on, because something is, or will be, mounted there.
+
+        Args:
+            paths: real ones of this machine; those that are not in the source do not matter.
+        """
+        root = os.path.realpath(self.path).rstrip("/") + "/"
+        self._covered = {path[len(root) - 1 :] for path in paths if path.startswith(root)}
 
     # ------------------------------------------------------------------------------------------------------------ scanning
 
@@ -121,7 +132,7 @@ class Source:
         if not stat.S_ISDIR(root.st_mode):
             raise NotADirectoryError(explain(f"{self.path!r} is no directory", next="push the directory that it is in"))
         if before is None or found is None:
-            scan = walked(self.path, root)
+            scan = walked(self.path, root, self._covered)
             rows = self._rows_before(scan)
         else:
             scan = patched(before, found)

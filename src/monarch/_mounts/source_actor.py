@@ -31,6 +31,11 @@ class SourceActor(Actor):
         """A host was told that bytes of the version of now are lost. What could not be read a moment ago may be there again."""
 
     @endpoint
+    def cover(self, paths: list[str]) -> None:
+        """`Source.cover`."""
+        self._source.cover(paths)
+
+    @endpoint
     def scan(self, again: bool = False) -> Version | None:
         """Look at the directory; None: nothing has changed since the last time.
 
