@@ -71,7 +71,11 @@ def test_a_path_is_taken_from_where_the_program_is_now(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "error", "said"),
-    [("", ValueError, "is empty"), ("big", NotADirectoryError, "is no directory"), ("missing", FileNotFoundError, "missing")],
+    [
+        ("", ValueError, "is empty"),
+        ("big", NotADirectoryError, "is no directory"),
+        ("missing", FileNotFoundError, r"is not there \(any more\): .*missing(?s:.*)next:  make it, or name another"),
+    ],
 )
 def test_a_path_that_is_no_directory_is_refused(folder, path, error, said):
     with pytest.raises(error, match=said):

@@ -14,6 +14,7 @@ Read next: `scan.py` for a look at it, `snapshot.py` for the form of a version, 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -63,6 +64,25 @@ class Changes(NamedTuple):
     removed: list[str]
     num_bytes: int
     """Of what was added or changed."""
+
+
+def root_of(path: str) -> os.stat_result:
+    """The `stat` of a directory to push.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        NotADirectoryError: it is something else.
+        OSError: it can't be looked at.
+    """
+    try:
+        root = os.stat(path)
+    except FileNotFoundError as exc:
+        what = f"the directory to push is not there (any more): {path!r}"
+        hint = "make it, or name another one; a relative path is meant from the working directory of the program"
+        raise FileNotFoundError(exc.errno, explain(what, where=f"host {os.uname().nodename}", next=hint)) from None
+    if not stat.S_ISDIR(root.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, explain(f"{path!r} is no directory", next="push the directory that it is in"))
+    return root
 
 
 class Source:
@@ -128,9 +148,7 @@ class Source:
         found = differing(before, self._is_racy, self._scanned_ns - RACY_NS - COARSE_NS - _LONGEST_WRITE_NS) if before is not None else None
         if found == {}:
             return self._known
-        root = os.stat(self.path)
-        if not stat.S_ISDIR(root.st_mode):
-            raise NotADirectoryError(explain(f"{self.path!r} is no directory", next="push the directory that it is in"))
+        root = root_of(self.path)
         if before is None or found is None:
             scan = walked(self.path, root, self._covered)
             rows = self._rows_before(scan)

@@ -25,6 +25,7 @@ from monarch._mounts.chain_actors import FUSEActor, RemoteMountLeader
 from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE, build_index, code_blocks, materialise_block
 from monarch._mounts.mount_actor import SUBDIR, Mode, MountActor, MountStatistics
 from monarch._mounts.mounting import machine, prepare_mount_point
+from monarch._mounts.source import root_of
 from monarch._mounts.source_actor import SourceActor, Version
 from monarch.actor import Actor, Future, HostMesh, ProcMesh, endpoint, this_host
 
@@ -104,6 +105,7 @@ class MountHandler:
         """
         if self._procs:
             raise RuntimeError(explain("this mount is open already", next="close() it first, or refresh() it"))
+        root_of(self._source_path)
         self._is_behind = False
         try:
             self._open()
@@ -149,6 +151,7 @@ class MountHandler:
 
         Raises:
             RuntimeError: it is not open.
+            ActorError: of an OSError: the source is not there any more, or can't be read.
             SupervisionError: a host has ended; the others show the new version.
 
         Cost: a look at every file; what has not changed does not move.
