@@ -119,6 +119,8 @@ class MountActor(Actor):
             awaited_bytes: so much of the big ones is waited for as well.
         """
         small, big = self._store.pieces(sorted(files))
+        if awaited_bytes:  # of a file that has changed most may be here
+            big = [piece for piece in big if self._store.missing(*piece)]
         self._awaited = small + _within(big, awaited_bytes)
         delivery.prefetch(self._awaited)
         delivery.prefetch(_within(big, _free_bytes() * _PREFETCH_SHARE if self._ahead_bytes is None else self._ahead_bytes))
@@ -224,7 +226,7 @@ class MountActor(Actor):
 
 
 def _send(port: Port[Piece], piece: Piece) -> None:
-    port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost))  # type: ignore[misc]
+    port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost, piece.holes))  # type: ignore[misc]
 
 
 def _path_here(path: str) -> str:

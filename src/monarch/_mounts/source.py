@@ -19,6 +19,7 @@ import os
 import stat
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from typing import NamedTuple, TypeVar
 from monarch._base.errors import explain
 from monarch._mounts import hashing
 from monarch._mounts.hashing import PIECE_BYTES, XXH3, Digests
+from monarch._mounts.holes import data_in, gaps_in
 from monarch._mounts.index import BIG_FILE_THRESHOLD, place, read_fully
 from monarch._mounts.ranges import Ranges, Span
 from monarch._mounts.scan import Scan, differing, patched, walked
@@ -219,15 +221,25 @@ class Source:
         pieces = [piece for piece in _pieces(span) if self._sent.within(piece.offset, piece.end)]
         if any(piece.offset not in self._digests for piece in pieces):
             return False
-        seen = _Seen.of(scan, row)
         buffer = memoryview(bytearray(min(PIECE_BYTES, span.length)))
-        path = self._known.path(before)
-        for piece in pieces:
-            into = buffer[: piece.length]
-            read = partial(read_fully, offset=piece.offset - span.offset, into=into)
-            if not self._read(path, seen, read) or self._digest(into) != self._digests[piece.offset]:
-                return False
-        return True
+
+        def is_same(fd: int) -> bool:
+            data = data_in(fd, 0, span.length, PIECE_BYTES)
+            ends = [high for _, high in data]
+            for piece in pieces:
+                at, into = piece.offset - span.offset, buffer[: piece.length]
+                later = bisect_right(ends, at)
+                if later == len(data) or at < data[later][0]:
+                    value = hashing.zero_digest(self.algorithm, piece.length)
+                elif read_fully(fd, at, into):
+                    value = self._digest(into)
+                else:
+                    return False
+                if value != self._digests[piece.offset]:
+                    return False
+            return True
+
+        return self._read(self._known.path(before), _Seen.of(scan, row), is_same) is True
 
     def _placed(self, scan: Scan) -> Snapshot:
         columns = scan.columns
@@ -276,17 +288,32 @@ class Source:
             into[start - offset : start - offset + size] = bytes(size)
         return diverged
 
-    def read_within(self, offset: int, length: int) -> bytes | None:
-        """As `read_piece`, with fewer copies; None: these bytes are not all of one file, or it has changed since the scan."""
+    def read_within(self, offset: int, length: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, int]]] | None:
+        """As `read_piece`, with fewer copies, and without holes; None: these bytes are not all of one file, or it has changed.
+
+        Returns:
+            Address and bytes of data, and address and length of holes.
+        """
         with self._lock:
             row, span = next(self._known.files(Span(offset, length)), (0, Span(0, 0)))
             if offset < span.offset or span.end < offset + length:
                 return None
-            data = self._read(self._known.path(row), self._seen(row), lambda fd: os.pread(fd, length, offset - span.offset))
-            if data is None or len(data) != length:
+            start, is_big = offset - span.offset, span.length >= BIG_FILE_THRESHOLD
+
+            def read(fd: int) -> list[tuple[int, int, bytes]]:
+                ranges = data_in(fd, start, start + length, PIECE_BYTES) if is_big else [(start, start + length)]
+                return [(low, high, os.pread(fd, high - low, low)) for low, high in ranges]
+
+            found = self._read(self._known.path(row), self._seen(row), read)
+            if found is None or any(len(data) != high - low for low, high, data in found):
                 return None
-            self._note(row, span, offset, memoryview(data))
-            return data
+            for low, _, data in found:
+                self._note(row, span, span.offset + low, memoryview(data))
+            holes = gaps_in([(low, high) for low, high, _ in found], start, start + length)
+            for low, high in holes:
+                self._note_hole(span, span.offset + low, span.offset + high)
+            parts = [(span.offset + low, data) for low, _, data in found]
+            return parts, [(span.offset + low, high - low) for low, high in holes]
 
     def _seen(self, row: int) -> _Seen:
         assert self._scan is not None
@@ -317,6 +344,12 @@ class Source:
         for piece in _pieces(file, Span(start, len(data))):
             if start <= piece.offset and piece.end <= start + len(data):
                 self._digests[piece.offset] = self._digest(data[piece.offset - start : piece.end - start])
+
+    def _note_hole(self, file: Span, start: int, end: int) -> None:
+        self._sent.add(start, end)
+        for piece in _pieces(file, Span(start, end - start)):
+            if start <= piece.offset and piece.end <= end:
+                self._digests[piece.offset] = hashing.zero_digest(self.algorithm, piece.length)
 
     # ------------------------------------------------------------------------------------------------------------ comparing
 

@@ -54,7 +54,8 @@ class SourceActor(Actor):
         """Bytes of the current version."""
         whole = self._source.read_within(offset, length)
         if whole is not None:
-            return Piece([(offset, pickle.PickleBuffer(whole))], [])  # type: ignore[list-item] # it arrives as a buffer
+            found, holes = whole
+            return Piece([(at, pickle.PickleBuffer(part)) for at, part in found], [], holes)  # type: ignore[misc] # they arrive as buffers
         data = memoryview(bytearray(length))
         lost = self._source.read_piece(offset, length, data)
         self._has_lost = self._has_lost or bool(lost)
