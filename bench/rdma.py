@@ -10,6 +10,7 @@ Measures:
     memcpy, vm_readv         floors: a copy within a process; `process_vm_readv` by one thread
     raw_tcp                  floor: as many connections as ours has, a thread each, `sendall` into `recv_into`
     read, write              through the public API; `..._spin` while the owner spins in Python
+    network_pull             weights of another host into arrays that are there
     read_over_vm_readv       and the like: ours over the floor, in bandwidth
     batch_1000x4KiB          one action of 1,000 reads
     ways_...                 of one host: ours by the kernel (cma) and by TCP (tcp), and NIXL by the kernel and by TCP, if it is installed
@@ -60,7 +61,8 @@ WAYS = {
 """Variables for each way of one host."""
 CONNECTIONS = 4
 WAIT_S = 60.0
-_REQUEST = struct.Struct("<Q")
+_REQUEST = struct.Struct("<QQ")
+"""Where the bytes begin, and how many."""
 
 
 def label(nbytes: int) -> str:
@@ -300,7 +302,8 @@ def raw_server() -> None:
     def serve(sock: socket.socket) -> None:
         with sock:
             while len(request := sock.recv(_REQUEST.size, socket.MSG_WAITALL)) == _REQUEST.size:
-                sock.sendall(memory[: _REQUEST.unpack(request)[0]])
+                start, nbytes = _REQUEST.unpack(request)
+                sock.sendall(memory[start : start + nbytes])
 
     while True:
         sock = listener.accept()[0]
@@ -316,7 +319,7 @@ def raw_read(socks: list[socket.socket], view: memoryview) -> None:
 
     def take(number: int) -> None:
         part = view[number * share : (number + 1) * share]
-        socks[number].sendall(_REQUEST.pack(len(part)))
+        socks[number].sendall(_REQUEST.pack(number * share, len(part)))
         done = 0
         while done < len(part):
             done += socks[number].recv_into(part[done:], 0, socket.MSG_WAITALL)
@@ -364,10 +367,26 @@ def network_client(ip: str, rounds: int, mib: int) -> None:
         table.ratio("network_", "write", "raw_tcp", nbytes)
         table.ratio("network_", "read_spin", "raw_tcp_spin", nbytes)
     _batch("network_", rounds, parts, target)
+    _network_pull(rounds, mesh, socks, memoryview(target)[: min(sizes[-1], 64 * MIB)])
     for sock in socks:
         sock.close()
     mesh.stop().get(WAIT_S)
     shutdown_context().get(WAIT_S)
+
+
+def _network_pull(rounds: int, mesh: Any, socks: list[socket.socket], view: memoryview) -> None:
+    learner_class, reader_class = weight_classes()
+    learner = mesh.spawn_procs({"learners": 1}).spawn("learner", learner_class, len(view))
+    weights = learner.start.call_one(None).get(WAIT_S)
+    into = reader_class(weights).into
+    table = Table()
+    for number in range(rounds + 1):
+        for name, call in (("raw_tcp", lambda: raw_read(socks, view)), ("pull", lambda: weights.pull(into))):
+            seconds = seconds_of(call, 1)
+            if number:
+                table.add(name, seconds)
+    table.ratio("network_", "pull", "raw_tcp", len(view))
+    learner.close.call_one().get(WAIT_S)
 
 
 def network(rounds: int, mib: int) -> None:

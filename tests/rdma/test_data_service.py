@@ -11,12 +11,12 @@ import time
 import pytest
 
 from monarch import config
-from monarch._wire.memory_messages import ShareMemory
+from monarch._wire.memory_messages import ShareFile, ShareMemory
 from monarch.rdma import data_frames, vm
 from monarch.rdma.channel import Channel, ChannelClosedError
 from monarch.rdma.connections import Exchange
 from monarch.rdma.data_frames import Verb, WireSpan, encode_request
-from monarch.rdma.data_service import PIECE_BYTES, DataService
+from monarch.rdma.data_service import _LEAST_MAPPED, PIECE_BYTES, DataService
 from monarch.rdma.errors import BufferGoneError, OwnerGoneError, TransferError
 from monarch.rdma.memory import memory_of
 from monarch.rdma.regions import RegionTable
@@ -97,6 +97,77 @@ def test_many_spans_are_one_request(table, reader):
         region.memory.read_at(0, 9000) == bytes([number % 251]) + b"\7" * 8000 + bytes([number % 251]) * 999
         for number, region in enumerate(regions)
     )
+
+
+@pytest.fixture
+def file():
+    """Descriptor and bytes of a memory file."""
+    data = pattern(4 * PIECE_BYTES)
+    fd = os.memfd_create("test")
+    os.write(fd, data)
+    yield fd, data
+    os.close(fd)
+
+
+def of_file(service, table, memory, fd, offset=0):
+    """A region that the service takes to be a file; its own memory has other bytes, to tell where they came from."""
+    region = table.add(memory_of(memory))
+    service.share(UID, os.getpid(), ShareFile(table.nonce, region.generation, fd, offset))
+    return region
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 3 * 4096], ids=str)
+def test_long_spans_of_a_file_leave_from_the_file_and_short_ones_are_copied(service, table, reader, file, offset):
+    fd, data = file
+    region = of_file(service, table, bytearray(3 * PIECE_BYTES), fd, offset)
+    assert reader.read(table, region) == data[offset : offset + 3 * PIECE_BYTES]
+    for start in (1, 4095, 4097, PIECE_BYTES + 8):
+        assert reader.read(table, region, start, _LEAST_MAPPED) == data[offset + start : offset + start + _LEAST_MAPPED]
+    assert reader.read(table, region, 8, _LEAST_MAPPED - 1) == bytes(_LEAST_MAPPED - 1)
+
+
+def test_spans_of_files_and_of_memory_come_in_their_order(service, table, reader, file):
+    fd, data = file
+    near, far = table.add(memory_of(bytearray(b"m") * 3 * PIECE_BYTES)), of_file(service, table, bytearray(3 * PIECE_BYTES), fd)
+    long, short = _LEAST_MAPPED + 3, 100
+    parts = [(near, short), (far, long), (far, short), (near, long), (far, long), (far, long), (near, PIECE_BYTES + 1)]
+    spans = [WireSpan(region.slot, region.generation, 5, nbytes) for region, nbytes in parts]
+    views = [memoryview(bytearray(nbytes)) for _, nbytes in parts]
+    reader.ask(Verb.READ, table.nonce, spans, views)
+    for (region, nbytes), view in zip(parts, views, strict=True):
+        assert view == (b"m" * nbytes if region is near else data[5 : 5 + nbytes] if nbytes == long else bytes(nbytes))
+
+
+def test_a_region_that_is_dropped_while_its_file_is_being_sent_is_an_error(service, table, reader, file):
+    fd, _ = file
+    nbytes = 3 * PIECE_BYTES
+    region = of_file(service, table, bytearray(nbytes), fd)
+    request = encode_request(Verb.READ, UID, table.nonce, [WireSpan(region.slot, region.generation, 0, nbytes)])
+    reader.channel.send([request], time.monotonic() + WAIT_S)
+    head = memoryview(bytearray(data_frames.REPLY_BYTES))
+    reader.channel.receive(head, time.monotonic() + WAIT_S)
+    assert data_frames.decode_reply(head) == (data_frames.Code.STREAM, nbytes)
+    table.drop(region.generation)  # most of it has not left: the socket holds less
+    reader.channel.receive(memoryview(bytearray(nbytes)), time.monotonic() + WAIT_S)
+    reader.channel.receive(head, time.monotonic() + WAIT_S)
+    code, length = data_frames.decode_reply(head)
+    reader.channel.receive(memoryview(bytearray(length)), time.monotonic() + WAIT_S)
+    assert code is data_frames.Code.BUFFER_GONE
+    with pytest.raises(BufferGoneError):
+        reader.read(table, region)
+    assert reader.read(table, table.add(memory_of(bytearray(b"next")))) == b"next"
+
+
+def test_a_file_that_is_not_there_or_too_short_is_no_file(service, table, reader, file):
+    memory = bytearray(b"m") * (_LEAST_MAPPED + 1)
+    short = os.memfd_create("short")
+    try:
+        for fd in (short, 99_999):
+            assert reader.read(table, of_file(service, table, memory, fd)) == memory
+        service.share(UID, os.getpid(), ShareFile(bytes(16), 1, file[0], 0))  # of another table
+        assert reader.read(table, table.add(memory_of(memory))) == memory
+    finally:
+        os.close(short)
 
 
 def test_a_dropped_region_is_an_error_and_the_connection_goes_on(table, reader):

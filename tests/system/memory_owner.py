@@ -60,6 +60,11 @@ class Owner(Actor):
         return os.getpid()
 
     @endpoint
+    def huge_kib(self) -> int:
+        with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
+            return next(int(line.split()[1]) for line in rollup if line.startswith("AnonHugePages:"))
+
+    @endpoint
     def fds(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 

@@ -23,6 +23,7 @@ from monarch.rdma import (
     RDMATcpFallbackWarning,
     RDMATimeout,
     get_rdma_backend,
+    huge_pages,
     is_ibverbs_available,
     is_rdma_available,
 )
@@ -77,6 +78,17 @@ def test_bytes_are_read_and_written_whole(owner, nbytes):
     data = np.random.default_rng(nbytes).integers(0, 255, nbytes, np.uint8)
     buffer.write_from(data).get(WAIT_S)
     assert owner.content.call_one().get(WAIT_S) == data.tobytes() == read(buffer)
+    owner.drop.call_one().get(WAIT_S)
+
+
+@pytest.mark.skipif(not huge_pages.is_possible(), reason="this system puts no pages together on request")
+def test_a_buffer_that_is_read_again_and_again_is_put_on_huge_pages(owner):
+    buffer = publish(owner, 12 * MIB, 7)
+    before = owner.huge_kib.call_one().get(WAIT_S)
+    for _ in range(huge_pages.TIMES):
+        assert read(buffer) == b"\7" * (12 * MIB)
+    wait_until(lambda: owner.huge_kib.call_one().get(WAIT_S) - before >= 8 * 1024)
+    assert read(buffer) == b"\7" * (12 * MIB) == owner.content.call_one().get(WAIT_S)
     owner.drop.call_one().get(WAIT_S)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from monarch._base.reused import MOST_BYTES
 from monarch._wire import frames
 from monarch._wire.frames import PREFIX, Decoder, Flag, Frame, FrameError, Kind, encode
 
@@ -183,8 +184,9 @@ def test_an_announced_frame_takes_memory_only_as_its_bytes_arrive():
 
 
 @pytest.mark.cpu_limit(5)
-def test_a_frame_that_is_not_trusted_with_memory_arrives_as_any_other():
-    body = bytes(range(256)) * (frames._TRUSTED_BYTES // 256) + b"more"
+@pytest.mark.parametrize("nbytes", [MOST_BYTES // 2, MOST_BYTES], ids=["in memory that is used again", "in fresh memory"])
+def test_a_long_frame_arrives_as_any_other(nbytes):
+    body = bytes(range(256)) * (nbytes // 256) + b"more"
     data, _ = made(Kind.CALL, 0, 1, 0, 0, b"header", b"payload", [b"", b"first", body], [])
     (found,) = decode(data)
     assert (found.header, found.payload) == (b"header", b"payload")

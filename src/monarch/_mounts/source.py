@@ -25,6 +25,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from monarch._base.errors import explain
+from monarch._base.reused import reused, settle
 from monarch._mounts import hashing
 from monarch._mounts.hashing import PIECE_BYTES, XXH3, Digests
 from monarch._mounts.holes import data_in, gaps_in
@@ -288,7 +289,7 @@ class Source:
             into[start - offset : start - offset + size] = bytes(size)
         return diverged
 
-    def read_within(self, offset: int, length: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, int]]] | None:
+    def read_within(self, offset: int, length: int) -> tuple[list[tuple[int, memoryview]], list[tuple[int, int]]] | None:
         """As `read_piece`, with fewer copies, and without holes; None: these bytes are not all of one file, or it has changed.
 
         Returns:
@@ -300,19 +301,20 @@ class Source:
                 return None
             start, is_big = offset - span.offset, span.length >= BIG_FILE_THRESHOLD
 
-            def read(fd: int) -> list[tuple[int, int, bytes]]:
+            def read(fd: int) -> list[tuple[int, memoryview]] | None:
                 ranges = data_in(fd, start, start + length, PIECE_BYTES) if is_big else [(start, start + length)]
-                return [(low, high, os.pread(fd, high - low, low)) for low, high in ranges]
+                views = [(low, reused(high - low)) for low, high in ranges]
+                return views if all(read_fully(fd, low, view) for low, view in views) else None
 
             found = self._read(self._known.path(row), self._seen(row), read)
-            if found is None or any(len(data) != high - low for low, high, data in found):
+            if found is None:
                 return None
-            for low, _, data in found:
-                self._note(row, span, span.offset + low, memoryview(data))
-            holes = gaps_in([(low, high) for low, high, _ in found], start, start + length)
+            for low, view in found:
+                self._note(row, span, span.offset + low, view)
+            holes = gaps_in([(low, low + len(view)) for low, view in found], start, start + length)
             for low, high in holes:
                 self._note_hole(span, span.offset + low, span.offset + high)
-            parts = [(span.offset + low, data) for low, _, data in found]
+            parts = [(span.offset + low, settle(view)) for low, view in found]
             return parts, [(span.offset + low, high - low) for low, high in holes]
 
     def _seen(self, row: int) -> _Seen:

@@ -44,7 +44,7 @@ from monarch._runtime.watcher import limits_of
 from monarch._wire import messages, zygote_messages
 from monarch._wire.contact_messages import Attach, DialMe, HandOver, HostInfo, Reach, Register, TookOver
 from monarch._wire.frames import Flag, Frame, FrameError, Kind, encode
-from monarch._wire.memory_messages import LendMemory, ShareMemory
+from monarch._wire.memory_messages import LendMemory, ShareFile, ShareMemory
 from monarch._wire.messages import ProcExited, ProcUp
 from monarch._wire.observation_messages import Activities, Activity, ActorActivity, FlushLogs, LogCredit, Stalled, StreamLogs
 
@@ -267,7 +267,7 @@ class HostAgent:
                 link.take_back(message.segments)
             case messages.DropSegments():
                 link.drop_segments(message.segments)
-            case ShareMemory() | LendMemory() if not isinstance(link, SessionLink):  # of this machine, by the kernel's word
+            case ShareMemory() | ShareFile() | LendMemory() if not isinstance(link, SessionLink):  # of this machine, by the kernel's word
                 self._visitors.services.on_message(message, sender.uid, link.peer_pid, self._net_router)
             case _ if isinstance(message, messages.Credit) or self._relays.on_control(message, sender, frame.payload, buffers):
                 return

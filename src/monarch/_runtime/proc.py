@@ -43,7 +43,7 @@ from monarch._wire import messages
 from monarch._wire.cast_messages import CastAcked, CastBroken, CastFence, CastHanded, CastReplies, CastVoid
 from monarch._wire.contact_messages import DialMe, HandOver, Reach
 from monarch._wire.frames import Buffer, Flag, Frame, FrameError, Kind, encode
-from monarch._wire.memory_messages import AskMemory, DropMemory, LendMemory, ReleaseMemory, ShareStorage, StageMemory, UnstageMemory
+from monarch._wire.memory_messages import MemoryRequest
 from monarch._wire.messages import CallHeader, CreateActor, Fault, ProcExited
 from monarch._wire.observation_messages import LogLines, Stacks, StackTexts, Stalled
 
@@ -411,7 +411,7 @@ class Proc:
                 self.router.dial_back(message.seeker)
             case LogLines():
                 self.hooks.on_log_lines(message, sender)
-            case DropMemory() | LendMemory() | AskMemory() | ReleaseMemory() | StageMemory() | UnstageMemory() | ShareStorage():
+            case _ if isinstance(message, MemoryRequest):
                 self.hooks.on_memory_message(message, sender, answer)
             case Stacks():
                 answer(StackTexts(dumps.texts(self, message.threads)))

@@ -21,7 +21,7 @@ from monarch._base.ids import between_hosts
 from monarch._net import credentials
 from monarch._net.handshake import StatusCode
 from monarch._net.router import socket_path
-from monarch._wire.memory_messages import LendMemory, ShareMemory
+from monarch._wire.memory_messages import LendMemory, ShareFile, ShareMemory
 
 if TYPE_CHECKING:
     from monarch._net.greeter import Greeting
@@ -38,7 +38,7 @@ _PROVIDERS = {DATA: "monarch.rdma.data_service"}
 class Service(Protocol):
     """One service. Thread: the agent's loop."""
 
-    def share(self, uid: str, pid: int, message: ShareMemory) -> None:
+    def share(self, uid: str, pid: int, message: ShareMemory | ShareFile) -> None:
         """A process of this host lets its memory be served."""
 
     def on_lost(self, uid: str, pid: int) -> None:
@@ -57,10 +57,10 @@ class Services:
     def __init__(self) -> None:
         self._loaded: dict[str, Service] = {}
 
-    def on_message(self, message: ShareMemory | LendMemory, uid: str, pid: int, router: Callable[[], NetRouter]) -> None:
+    def on_message(self, message: ShareMemory | ShareFile | LendMemory, uid: str, pid: int, router: Callable[[], NetRouter]) -> None:
         """A process of this host lets its memory be served, to everybody or to somebody who can't dial this agent."""
         service = self._load(DATA)
-        if isinstance(message, ShareMemory):
+        if not isinstance(message, LendMemory):
             service.share(uid, pid, message)
             return
         if message.credentials:

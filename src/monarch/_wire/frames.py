@@ -10,8 +10,8 @@ Rules of this file:
     1. Headers of calls are the same bytes for every call of one endpoint by one sender, so both ends cache them;
        whatever differs from call to call (port, rank) is in the prefix.
     2. A frame that does not fit the read buffer gets memory of its own, and its buffers stay views of that memory.
-    3. No length of a frame is believed above `max_frame_bytes`, and below it only as far as bytes arrive: what a peer
-       announces costs `_TRUSTED_BYTES` at most. Headers are small, or refused before anything reads them.
+    3. No length of a frame is believed above `max_frame_bytes`, and below it only as far as bytes arrive: pages
+       come into being with them. Headers are small, or refused before anything reads them.
 
 Read next: `messages.py` for what headers say, `_net/stream.py` for the caller.
 """
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from mmap import mmap
+from monarch._base.reused import reused
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -34,8 +32,6 @@ _LENGTH = struct.Struct("<Q")
 _SPAN = struct.Struct("<QQ")
 _ALIGN = 16
 _READ_BYTES = 256 * 1024
-_TRUSTED_BYTES = 32 << 20
-"""Memory of this size is had again and again without touching fresh pages, so it is allocated when a frame is announced."""
 MAX_CALL_HEADER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 """Of a control message: what the actors of a whole host are doing, or the environment of its procs."""
@@ -219,7 +215,7 @@ class Decoder:
 
     def _start_large(self, size: int, have: memoryview) -> None:
         try:
-            self._large = memoryview(_memory(size))
+            self._large = reused(size)
         except (MemoryError, OverflowError, OSError, ValueError) as exc:
             raise FrameError(f"no memory for a frame of {size} bytes") from exc
         self._large[: have.nbytes] = have
@@ -231,22 +227,6 @@ def _check_header(kind: int, nbytes: int) -> None:
     limit = MAX_HEADER_BYTES if kind == Kind.CONTROL else MAX_CALL_HEADER_BYTES
     if nbytes > limit:
         raise FrameError(f"a header of {nbytes} bytes is longer than {limit}")
-
-
-def _memory(size: int) -> bytearray | mmap:
-    """Zeroed memory for one frame; beyond `_TRUSTED_BYTES` its pages come into being as bytes arrive.
-
-    Cost: a frame of 64 MiB takes half the time that it takes into a bytearray, whose zeros are written first.
-    """
-    if size <= _TRUSTED_BYTES:
-        return bytearray(size)
-    import mmap
-
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _parse(view: memoryview, position: int, prefix: tuple[int, ...], *, whole: bool) -> Frame:

@@ -17,6 +17,18 @@ class ShareMemory(msgspec.Struct, frozen=True, tag=True):
     """Random bytes in the table, by which it is known from another process's."""
 
 
+class ShareFile(msgspec.Struct, frozen=True, tag=True):
+    """A region of the sender is a memory file, mapped as it is: its agent may send bytes from there. Behind `ShareMemory`."""
+
+    nonce: bytes
+    """Of the table."""
+    generation: int
+    fd: int
+    """In the sender, open as long as the region is valid."""
+    offset: int
+    """Of the region's first byte."""
+
+
 class LendMemory(msgspec.Struct, frozen=True, tag=True):
     """The sender wants to read memory of this process, whose agent can't be dialled: the agent is to dial the sender.
 
@@ -114,6 +126,14 @@ class UnstageMemory(msgspec.Struct, frozen=True, tag=True):
     """Where on a device its bytes are to go first, one behind the other."""
 
 
+class HotMemory(msgspec.Struct, frozen=True, tag=True):
+    """The sender moves the bytes of a region of this process again and again: it is worth making that cheaper. Not answered."""
+
+    nonce: bytes
+    """Of the table."""
+    generation: int
+
+
 class DropMemory(msgspec.Struct, frozen=True, tag=True):
     """Take back a region of this process; answered by `Done`, also when it was taken back before."""
 
@@ -122,7 +142,7 @@ class DropMemory(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
-MemoryRequest = DropMemory | LendMemory | AskMemory | ReleaseMemory | StageMemory | UnstageMemory | ShareStorage
+MemoryRequest = DropMemory | LendMemory | AskMemory | ReleaseMemory | StageMemory | UnstageMemory | ShareStorage | HotMemory
 """What a process is asked about memory."""
 
 

@@ -22,9 +22,11 @@ from monarch._wire.contact_messages import Attach, DialMe, HandOver, HostInfo, R
 from monarch._wire.memory_messages import (
     AskMemory,
     DropMemory,
+    HotMemory,
     LendMemory,
     MemoryKeys,
     ReleaseMemory,
+    ShareFile,
     ShareMemory,
     ShareStorage,
     Staged,
@@ -372,8 +374,10 @@ Control = (
     | CastReplies
     | CastsDone
     | ShareMemory
+    | ShareFile
     | LendMemory
     | DropMemory
+    | HotMemory
     | AskMemory
     | MemoryKeys
     | ReleaseMemory

@@ -67,6 +67,11 @@ class RDMABuffer:
         self._nbytes = memory.nbytes
 
     @classmethod
+    def _over(cls, memory: LocalMemory) -> RDMABuffer:
+        """Publish memory that is described already."""
+        return cls._of(_publish(memory), 0, memory.nbytes)
+
+    @classmethod
     def _of(cls, handle: Handle, offset: int, nbytes: int) -> RDMABuffer:
         buffer = cls.__new__(cls)
         buffer._handle, buffer._offset, buffer._nbytes = handle, offset, nbytes

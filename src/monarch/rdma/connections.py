@@ -381,34 +381,40 @@ class Exchange:
         self._channel.send([request, *views] if verb is Verb.WRITE else [request], deadline_s)
         if verb is Verb.READ:
             self._take_bytes(views, deadline_s)
-        elif self._take_head(deadline_s):
-            raise DataFrameError("an answer without data has some")
+        else:
+            self._take_end(deadline_s)
         self.is_over = True
 
-    def _take_head(self, deadline_s: float) -> int:
-        """The length of the data that follows; raises what the agent says."""
+    def _take_head(self, deadline_s: float) -> tuple[Code, int]:
+        """What follows, and the length of it; raises what the agent says."""
         head = memoryview(bytearray(REPLY_BYTES))
         self._channel.receive(head, deadline_s)
         self.has_answer = True
         code, length = decode_reply(head)
-        if code is Code.OK:
-            return length
+        if code in (Code.OK, Code.STREAM):
+            return code, length
         text = memoryview(bytearray(min(length, MAX_TEXT_BYTES)))
         self._channel.receive(text, deadline_s)
         self.is_over = code is not Code.BUSY
         raise failure_of(code, bytes(text).decode(errors="replace"))
 
+    def _take_end(self, deadline_s: float) -> None:
+        if self._take_head(deadline_s) != (Code.OK, 0):
+            raise DataFrameError("an answer without data has some")
+
     def _take_bytes(self, views: Sequence[memoryview], deadline_s: float) -> None:
-        left = 0
+        code, left = Code.OK, 0
         for view in views:
             while len(view):
                 if not left:
-                    left = self._take_head(deadline_s)
+                    code, left = self._take_head(deadline_s)
                     if not left:
                         raise DataFrameError("an answer has no data")
                 count = min(left, len(view))
                 self._channel.receive(view[:count], deadline_s)
                 view = view[count:]
                 left -= count
+                if not left and code is Code.STREAM:
+                    self._take_end(deadline_s)
         if left:
             raise DataFrameError("an answer has more data than was asked for")

@@ -28,6 +28,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from monarch._base.buffers import address_of
 from monarch._base.errors import explain
 from monarch._runtime.future import Future
 from monarch.rdma.buffer import RDMABuffer
@@ -35,6 +36,7 @@ from monarch.rdma.errors import BufferGoneError, NoRoomError, OwnerGoneError, RD
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
 from monarch.rdma.manager import is_published
+from monarch.rdma.memory import FilePlace, LocalMemory
 from monarch.rdma.vm_transport import machine
 
 _WORD_BYTES = 8
@@ -209,7 +211,8 @@ class Copies:
         except OSError as exc:
             hint = "raise the limit of open files (ulimit -n) or of memory (ulimit -v)"
             raise NoRoomError(explain(f"there can be no copy {slot + 1} of the weights: {exc}", next=hint)) from exc
-        buffer = RDMABuffer(memory[: self.size].toreadonly())
+        place = FilePlace(self._fd, slot * self._stride) if self._fd >= 0 else None
+        buffer = RDMABuffer._over(LocalMemory(address_of(memory)[0], self.size, memory, is_readonly=True, file=place))
         data = encode_handle(buffer._handle)
         _HANDLE.pack_into(self._handles, slot * _HANDLE.size, len(data), data)
         self._buffers.append(buffer)

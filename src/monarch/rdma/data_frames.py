@@ -1,7 +1,10 @@
 """What a reader and a host agent's data service say to each other on a connection that has proved the job's secret.
 
     reader -> service   REQUEST  kind, owner, its nonce, spans;  for a write the bytes of all spans follow
-    service -> reader   REPLY    one per write; one per piece of a read, each with its bytes, until all have come or one is a failure
+    service -> reader   REPLY    one per write; for a read one with the bytes, or several, until all have come or one is a failure
+
+A read of much is answered by streams: their bytes leave before all of them have been looked at, so another reply follows each, which says
+whether they are worth anything.
 
 Requests are answered in order. Nothing names a process id or an address: those the service knows from the owner itself.
 
@@ -59,6 +62,8 @@ class Code(IntEnum):
     """Anything else; another request may go well."""
     BUSY = 5
     """Too many connections; this one is closed."""
+    STREAM = 6
+    """Bytes of a read follow, and then a reply without any: they were right, or what went wrong."""
 
 
 class DataFrameError(ConnectionError):
@@ -124,7 +129,7 @@ def encode_reply(code: Code, length: int) -> bytes:
 def decode_reply(data: bytes | bytearray | memoryview) -> tuple[Code, int]:
     """Code and length; DataFrameError when it is no reply."""
     code, length = _REPLY.unpack(data)
-    if code not in Code._value2member_map_ or (code != Code.OK and length > MAX_TEXT_BYTES):
+    if code not in Code._value2member_map_ or (code not in (Code.OK, Code.STREAM) and length > MAX_TEXT_BYTES):
         raise DataFrameError("the other end of a data connection does not speak this version of its protocol")
     return Code(code), length
 

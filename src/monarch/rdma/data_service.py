@@ -5,7 +5,8 @@
 Rules of this file:
     1. One thread per connection, `PIECE_BYTES` of memory each, at most `rdma_data_max_connections` of them. Who comes then is told so,
        `_MOST_REFUSALS` at a time; others find their connection closed.
-    2. Bytes leave only after the owner's table has vouched for them, so a reader never gets those of a dropped region.
+    2. Bytes leave only after the owner's table has vouched for them, so a reader never gets those of a dropped region. Of a region that
+       is a memory file they leave from there, which is one copy less; then the table vouches before and after, and the reader waits for it.
     3. Bytes of a write go to the owner as they come; what follows a failure is read and thrown away, and the reply says so.
     4. A connection without a request for `rdma_idle_limit`, or that stands still within one for `_STALLED_S`, is closed.
 
@@ -19,10 +20,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from monarch import config
-from monarch._wire.memory_messages import ShareMemory
+from monarch._wire.memory_messages import ShareFile, ShareMemory
 from monarch.rdma import vm
 from monarch.rdma.channel import Channel
 from monarch.rdma.data_frames import (
@@ -37,10 +39,15 @@ from monarch.rdma.data_frames import (
     encode_reply,
 )
 from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError
+from monarch.rdma.memory import FilePlace
 from monarch.rdma.owners import SharedOwner
 
 _logger = logging.getLogger("monarch.rdma")
 PIECE_BYTES = 2 << 20
+_LEAST_MAPPED = 256 << 10
+"""A shorter span is copied sooner than mapped."""
+_SEND_BYTES = 4 << 20
+"""What has a deadline of its own while it leaves."""
 _STALLED_S = 60.0
 _SLACK_S = 5.0
 """A reader closes idle connections first, as a rule, so that none is closed while it is being used again."""
@@ -64,9 +71,13 @@ class DataService:
         self._idle_s = config.seconds("rdma_idle_limit") + slack_s
         self._closed = False
 
-    def share(self, uid: str, pid: int, message: ShareMemory) -> None:
-        """A process of this host has made a table of regions."""
+    def share(self, uid: str, pid: int, message: ShareMemory | ShareFile) -> None:
+        """A process of this host has made a table of regions, or a region that is a file."""
         old = self._owners.get(uid)
+        if isinstance(message, ShareFile):
+            if old is not None and (old.pid, old.nonce) == (pid, message.nonce):
+                old.share_file(message.generation, FilePlace(message.fd, message.offset))
+            return
         if old is not None and (old.pid, old.nonce) == (pid, message.nonce):
             return
         self._owners[uid] = SharedOwner(uid, pid, message.table, message.nonce)
@@ -209,11 +220,32 @@ class _Connection:
             self.channel.send([encode_failure(exc)], _soon())
 
     def _read(self, owner: SharedOwner, spans: Sequence[WireSpan]) -> None:
-        resolved = owner.resolve(spans, to_write=False)
+        to_copy: list[vm.Span] = []
+        for span in owner.resolve(spans, to_write=False):
+            view = owner.view_of(span) if span.nbytes >= _LEAST_MAPPED else None
+            if view is None:
+                to_copy.append(span)
+            else:
+                self._copy(owner, to_copy)
+                to_copy = []
+                self._send_file(owner, span, view)
+        self._copy(owner, to_copy)
+
+    def _copy(self, owner: SharedOwner, spans: Sequence[vm.Span]) -> None:
         self._prepare(sum(span.nbytes for span in spans))
-        for piece, nbytes in self._pieces(resolved):
+        for piece, nbytes in self._pieces(spans):
             vm.read_spans(owner.pid, piece)
             self.channel.send([encode_reply(Code.OK, nbytes), self._view[:nbytes]], _soon())
+
+    def _send_file(self, owner: SharedOwner, span: vm.Span, view: memoryview) -> None:
+        check = partial(vm.check_entry, owner.pid, span.entry_address, span.entry, span.number)
+        check()
+        head = encode_reply(Code.STREAM, span.nbytes)
+        for start in range(0, span.nbytes, _SEND_BYTES):
+            self.channel.send([head, view[start : start + _SEND_BYTES]], _soon())
+            head = b""
+        check()
+        self.channel.send([encode_reply(Code.OK, 0)], _soon())
 
     def _write(self, uid: str, nonce: bytes, spans: Sequence[WireSpan]) -> None:
         left = sum(span.nbytes for span in spans)

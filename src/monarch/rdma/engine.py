@@ -30,6 +30,7 @@ from monarch._runtime.future import Future
 from monarch.rdma import staging
 from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError, submit_failed
 from monarch.rdma.handles import Handle
+from monarch.rdma.huge_pages import Heat
 from monarch.rdma.transport import SPLIT_BYTES, Choice, Op, Piece, Transport, check_deadline
 from monarch.rdma.workers import Workers
 
@@ -87,15 +88,19 @@ class Engine:
         num_threads: int,
         call_later: Callable[[float, Callable[[], None]], object],
         why_gone: Callable[[ProcRef, float], str],
+        on_hot: Callable[[Handle], None] = lambda handle: None,
     ) -> None:
         """Args:
         call_later: runs a callback after so many seconds.
         why_gone: what is known of the end of a process, "" for nothing; may ask for so many seconds.
+        on_hot: called when a buffer has been moved so often that its owner should hear of it.
         """
         self._choice = choice
         self._num_threads = num_threads
         self._call_later = call_later
         self._why_gone = why_gone
+        self._on_hot = on_hot
+        self._heat = Heat()
         self._lock = threading.Lock()
         self._last: dict[Hashable, Submit] = {}
         """The last submit under way for each key."""
@@ -291,6 +296,7 @@ class Engine:
         failure = submit.failure
         if failure is None:
             submit.future._complete(None)
+            self._heat_up(submit)
         elif isinstance(failure, TransferError):
             self._fail(submit, failure)
         else:
@@ -312,6 +318,12 @@ class Engine:
             for other, ops in others.items():
                 for part in other.cut(ops):
                     self._carry(other, part, deadline_s)
+
+    def _heat_up(self, submit: Submit) -> None:
+        with self._lock:
+            hot = [op.handle for op in submit.ops if self._heat.add(op.handle, op.nbytes)]
+        for handle in hot:
+            self._on_hot(handle)
 
     def _end(self, submit: Submit) -> None:
         """Let those go on that wait for it. It is over, so its future has an outcome, or had one before it began."""

@@ -21,6 +21,7 @@ from monarch._runtime.future import Future
 from monarch._wire.memory_messages import (
     AskMemory,
     DropMemory,
+    HotMemory,
     LendMemory,
     MemoryRequest,
     ReleaseMemory,
@@ -37,6 +38,7 @@ from monarch.rdma.device_service import CudaDevice, DeviceService
 from monarch.rdma.engine import Engine
 from monarch.rdma.errors import RDMAError
 from monarch.rdma.handles import Handle
+from monarch.rdma.huge_pages import HugePages
 from monarch.rdma.ipc_transport import IpcTransport
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.nixl_transport import NixlTransport
@@ -68,9 +70,10 @@ class Manager:
         self._ipc: IpcTransport | None = None
         self._nixl: NixlTransport | None = None
         self.devices = DeviceService(process, self.table, self.register, CudaDevice())
+        self._huge_pages = HugePages()
         self._choice = Choice(self._transports())
         threads = max([config.value("rdma_runtime_worker_threads"), *(transport.num_threads for transport in self._choice.transports)])
-        self.engine = Engine(self._choice, threads, process.proc.loop.call_later, self._why_gone)
+        self.engine = Engine(self._choice, threads, process.proc.loop.call_later, self._why_gone, self._on_hot)
         process.proc_watchers.append(self._on_exited)
 
     def _transports(self) -> Sequence[Transport]:
@@ -134,6 +137,8 @@ class Manager:
                 (self._owner if message.by_owner else self._tcp).lend(message)
             case DropMemory() if table is not None and table.nonce == message.nonce:
                 self._take_back(table, message.generation)
+            case HotMemory() if table is not None and table.nonce == message.nonce:
+                self._put_on_huge_pages(table, message.generation)
             case _:
                 answer(nothing_published(message))
                 return
@@ -144,6 +149,11 @@ class Manager:
         if region is not None:
             for transport in self._choice.transports:
                 transport.deregister(region)
+
+    def _put_on_huge_pages(self, table: RegionTable, generation: int) -> None:
+        region = table.find(generation)
+        if region is not None:
+            self._huge_pages.put_under(region.memory, lambda: table.is_live(generation))
 
     # --- as a holder of handles ----------------------------------------------------------------------------------
 
@@ -175,6 +185,9 @@ class Manager:
 
         answer._when_done(on_answer)
 
+    def _on_hot(self, handle: Handle) -> None:
+        self._process.proc.tell(handle.ref, HotMemory(handle.nonce, handle.generation))
+
     def _on_exited(self, exited: ProcExited) -> None:
         self._choice.forget_process(exited.proc.uid)
 
@@ -193,6 +206,7 @@ class Manager:
         self._process.proc_watchers.remove(self._on_exited)
         self.engine.close()
         self.devices.close()
+        self._huge_pages.close()
         for transport in self._choice.transports:
             transport.close()
         with self._lock:

@@ -35,15 +35,35 @@ class Place(NamedTuple):
     size_in_bytes: int
 
 
+class FilePlace(NamedTuple):
+    """Where memory is that maps a file as it is (`MAP_SHARED`)."""
+
+    fd: int
+    """Stays open as long as the memory is published."""
+    offset: int
+    """Of the first byte."""
+
+
 class LocalMemory:
     """A range of this process's memory, which stays where it is as long as this object lives. Thread: any."""
 
-    __slots__ = ("__weakref__", "_anchor", "address", "device", "is_readonly", "nbytes", "pin")
+    __slots__ = ("__weakref__", "_anchor", "address", "device", "file", "is_readonly", "nbytes", "pin")
 
-    def __init__(self, address: int, nbytes: int, pin: Any, *, is_readonly: bool = False, device: str = "cpu", anchor: Any = None) -> None:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        pin: Any,
+        *,
+        is_readonly: bool = False,
+        device: str = "cpu",
+        anchor: Any = None,
+        file: FilePlace | None = None,
+    ) -> None:
         """Args:
         pin: what keeps the bytes in place.
         anchor: the user's object whose end is the end of the cache entry; None: there is no such object.
+        file: that the memory is a mapping of; None: not known.
         """
         self.address = address
         self.nbytes = nbytes
@@ -51,6 +71,7 @@ class LocalMemory:
         self.is_readonly = is_readonly
         self.device = device
         """Of torch, `cpu` or `cuda:<index>`."""
+        self.file = file
         self._anchor = anchor
 
     @property

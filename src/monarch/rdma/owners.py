@@ -9,6 +9,7 @@ Read next: `data_service.py`, which serves them.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -16,10 +17,12 @@ from collections.abc import Sequence
 from monarch.rdma import vm
 from monarch.rdma.data_frames import WireSpan
 from monarch.rdma.errors import BufferGoneError, OwnerGoneError, TransferError
+from monarch.rdma.memory import FilePlace
 from monarch.rdma.regions import ENTRY_BYTES, READ_ONLY, SlotLocks, parse_entry, place_of
 
 _MOST_KNOWN = 4096
 """Regions of an owner whose entry is remembered."""
+_MOST_FILES = 256
 
 
 class _Known:
@@ -45,6 +48,8 @@ class SharedOwner:
         self._table = table
         self._chunks: list[int] = []
         self._known: dict[tuple[int, int], _Known] = {}
+        self._files: dict[int, FilePlace] = {}
+        """Regions that are files, by generation."""
         self._locks: SlotLocks | None = None
         self._lock = threading.Lock()
 
@@ -93,6 +98,35 @@ class SharedOwner:
             self._known.clear()
         known = self._known[span.slot, span.generation] = _Known(entry_address, entry, address, nbytes, flags)
         return known
+
+    def share_file(self, generation: int, place: FilePlace) -> None:
+        """A region is a file. Of regions that have gone since, something may be left here; their entries say that they have."""
+        if len(self._files) >= _MOST_FILES:
+            del self._files[next(iter(self._files))]
+        self._files[generation] = place
+
+    def view_of(self, span: vm.Span) -> memoryview | None:
+        """The bytes of a span where its region is a file, mapped until the view is gone; None: it is none, or can't be opened.
+
+        They are those of the region only if its entry is valid before and after they were looked at.
+        """
+        place = self._files.get(span.number + 1)
+        if place is None:
+            return None
+        _, _, _, address, _, _ = parse_entry(span.entry)
+        first = place.offset + span.remote - address
+        start = first - first % mmap.ALLOCATIONGRANULARITY
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            pages = mmap.mmap(fd, first - start + span.nbytes, prot=mmap.PROT_READ, offset=start)
+        except (OSError, ValueError):  # no room, or another file by now, and a shorter one
+            return None
+        finally:
+            os.close(fd)
+        return memoryview(pages)[first - start :]
 
     def locks(self) -> SlotLocks:
         """The locks of the owner's table; raises `TransferError` and its kinds."""

@@ -178,6 +178,15 @@ class RegionTable:
         """Whether a region was not dropped."""
         return generation in self._live
 
+    def regions(self) -> list[Region]:
+        """Those that are valid."""
+        with self._lock:
+            return list(self._live.values())
+
+    def find(self, generation: int) -> Region | None:
+        """A region; None when it was dropped."""
+        return self._live.get(generation)
+
     def close(self) -> bool:
         """Take all regions back; the table stays readable, and says so.
 

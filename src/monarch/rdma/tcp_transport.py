@@ -24,7 +24,7 @@ import msgspec
 from monarch import config
 from monarch._base.ids import ProcRef
 from monarch._net.credentials import encoded_credentials
-from monarch._wire.memory_messages import LendMemory, ShareMemory
+from monarch._wire.memory_messages import LendMemory, ShareFile, ShareMemory
 from monarch.rdma.connections import Borrower, Connections, dial_agent
 from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
 from monarch.rdma.errors import UnreachableError
@@ -73,16 +73,26 @@ class TcpTransport:
         agent = self._process.proc.host or self._process.host_identity()
         if not agent.address.startswith(("tcp://", "tls://")):
             return b""
-        self._tell(agent)
+        if not self._tell(agent):
+            self._tell_files(agent, [region])
         return agent.address.encode()
 
-    def _tell(self, agent: ProcRef) -> None:
-        """Let the agent know of this process's table."""
-        if self._told != agent.address:
-            self._process.need_agent(agent)
-            table = self._table()
-            self._process.proc.tell(agent, ShareMemory(table.address, table.nonce))
-            self._told = agent.address
+    def _tell(self, agent: ProcRef) -> bool:
+        """Let the agent know of this process's table, unless it does."""
+        if self._told == agent.address:
+            return False
+        self._process.need_agent(agent)
+        table = self._table()
+        self._process.proc.tell(agent, ShareMemory(table.address, table.nonce))
+        self._told = agent.address
+        self._tell_files(agent, table.regions())
+        return True
+
+    def _tell_files(self, agent: ProcRef, regions: Sequence[Region]) -> None:
+        nonce = self._table().nonce
+        for region in regions:
+            if region.memory.file is not None:
+                self._process.proc.tell(agent, ShareFile(nonce, region.generation, *region.memory.file))
 
     def lend(self, message: LendMemory) -> None:
         """A reader can't dial the agent: have that dial the reader. Thread: net loop; the agent may have to be started first."""

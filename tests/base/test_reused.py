@@ -1,0 +1,83 @@
+"""Memory that is used again."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch._base import reused as module
+from monarch._base.buffers import address_of
+from monarch._base.reused import MOST_BYTES, MOST_FREE_BYTES, free_bytes, reused
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def own_pool(monkeypatch):
+    monkeypatch.setattr(module, "_free", {})
+
+
+@pytest.mark.parametrize("size", [1, 511 << 10, MIB - 1, MIB, MIB + 1, MOST_BYTES, MOST_BYTES + 1])
+def test_a_view_has_its_size_and_can_be_written_whole(size):
+    view = reused(size)
+    assert (view.nbytes, view.format, view.readonly) == (size, "B", False)
+    view[0] = view[-1] = 7
+    assert view[0] == view[-1] == 7
+
+
+def test_pages_are_used_again_when_the_last_slice_is_gone():
+    view = reused(MIB)
+    view[:] = b"x" * MIB
+    part, address = view[1:10], address_of(view)[0]
+    del view
+    other = reused(MIB)
+    assert part == b"x" * 9 and address_of(other)[0] != address
+    del part
+    assert address_of(reused(MIB - 100))[0] == address
+
+
+def test_two_sizes_do_not_share_pages_and_very_long_ones_are_not_kept():
+    small, large = reused(MIB), reused(4 * MIB)
+    del small, large
+    assert free_bytes() == 5 * MIB
+    view = reused(MOST_BYTES + 1)
+    del view
+    assert free_bytes() == 5 * MIB
+
+
+@given(st.lists(st.tuples(st.integers(1, MOST_BYTES), st.integers(0, 9)), max_size=40))
+def test_living_views_never_overlap_and_what_is_free_is_bounded(steps):
+    alive = []
+    for size, at in steps:
+        if alive and at < 5:
+            del alive[at % len(alive)]
+        alive.append(reused(size))
+        places = sorted(address_of(view) for view in alive)
+        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(places))
+    alive.clear()
+    assert free_bytes() <= MOST_FREE_BYTES
+
+
+def test_views_may_end_in_the_collector_and_on_any_thread():
+    def make():
+        for _ in range(200):
+            cycle = [reused(MIB)]
+            cycle.append(cycle)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert 0 < free_bytes() <= MOST_FREE_BYTES
+
+
+def test_no_bytes_are_no_memory():
+    with pytest.raises(ValueError, match="no memory of 0 bytes"):
+        reused(0)
