@@ -27,7 +27,7 @@ from monarch._wire.memory_messages import LendMemory, ShareMemory
 from monarch.rdma.connections import Borrower, Connections, dial_agent
 from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
 from monarch.rdma.data_service import DataService
-from monarch.rdma.errors import UnreachableError
+from monarch.rdma.errors import TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.regions import Region, RegionTable
 from monarch.rdma.transport import Op, Piece, even_cut
@@ -113,7 +113,12 @@ class OwnerTransport:
         handle = piece.ops[0].handle
         spans = [WireSpan(op.handle.slot, op.handle.generation, op.offset, op.nbytes) for op in piece.ops]
         views = [op.local.view(op.local_offset, op.nbytes) for op in piece.ops]
-        self._owner_of(handle).ask(Verb.READ if piece.kind == "read" else Verb.WRITE, handle, spans, views, deadline_s)
+        try:
+            self._owner_of(handle).ask(Verb.READ if piece.kind == "read" else Verb.WRITE, handle, spans, views, deadline_s)
+        except TransferError as exc:
+            if isinstance(exc.__cause__, OSError):  # it broke; OwnerGoneError when the other end has
+                self._owner_of(handle).ask(Verb.PROBE, handle, (), (), deadline_s)
+            raise
 
     def _owner_of(self, handle: Handle) -> Connections:
         owner = handle.ref
