@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from measure import now, out, percentile, remark
+from measure import now, out, percentile, remark, wait_listening
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -274,8 +274,8 @@ def measure_side(rig: Any, python: str, section: str, prefix: str) -> None:
     processes.append(hosts[0].run([python, __file__, "--sink"], env=environment))
     try:
         for host in hosts:
-            _wait_for(host, PORT)
-        _wait_for(hosts[0], RAW_PORT)
+            wait_listening(host.ip, PORT, host)
+        wait_listening(hosts[0].ip, RAW_PORT, hosts[0])
         client = rig.client.run(
             [python, __file__, "--client", section, json.dumps([host.ip for host in hosts])],
             env=environment,
@@ -298,18 +298,6 @@ def measure_side(rig: Any, python: str, section: str, prefix: str) -> None:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def _wait_for(host: Any, port: int) -> None:
-    from system.hosts import inside
-
-    deadline = now() + WAIT_S
-    while now() < deadline:
-        with inside(host), socket.socket() as probe:
-            if probe.connect_ex((host.ip, port)) == 0:
-                return
-        time.sleep(0.05)
-    raise TimeoutError(f"nothing listens at {host.ip}:{port}")
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 now = time.perf_counter
 _MARK = "MONARCH_BENCH_RUN"
@@ -33,6 +35,32 @@ def percentile(values: list[float], percent: float) -> float:
 
 def remark(text: str) -> None:
     print(f"# {text}", flush=True)
+
+
+def wait_listening(ip: str, port: int, host: Any = None, *, limit_s: float = 60.0) -> None:
+    """Wait until somebody listens at a port.
+
+    Args:
+        host: of a rig (`tests/system/hosts.py`), from which it is tried; None: from here.
+
+    Raises:
+        TimeoutError: nobody does within `limit_s`.
+    """
+    deadline = now() + limit_s
+    while now() < deadline:
+        with _inside(host), socket.socket() as probe:
+            if probe.connect_ex((ip, port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens at {ip}:{port}")
+
+
+def _inside(host: Any) -> AbstractContextManager[None]:
+    if host is None:
+        return nullcontext()
+    from system.hosts import inside
+
+    return inside(host)
 
 
 # ------------------------------------------------------------------------------------------------------------ sections

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import folders
-from measure import now, out, remark
+from measure import now, out, remark, wait_listening
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT, RAW_PORT = 26600, 26700
@@ -181,16 +181,17 @@ class Place:
     """Where programs run: this machine, or one namespace of a rig."""
 
     def __init__(self, host: Any = None) -> None:
-        self._host = host
+        self.host = host
+        """Of the rig; None: this machine."""
         self.ip = "127.0.0.1" if host is None else host.ip
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program there."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
         environment.pop("MONARCH_SECRET", None)
-        if self._host is None:
+        if self.host is None:
             return subprocess.Popen(command, env=environment, **options)
-        process: subprocess.Popen[Any] = self._host.run(command, env=environment, **options)
+        process: subprocess.Popen[Any] = self.host.run(command, env=environment, **options)
         return process
 
 
@@ -212,7 +213,7 @@ def run_round(source: str, place: Place, hosts: Sequence[Place], pythons: dict[s
         point = tempfile.mkdtemp(prefix="bench-mounts-")
         try:
             for host in hosts:
-                _wait_for(place, host, PORT)
+                wait_listening(host.ip, PORT, place.host)
             target = f"{point}/$SUBDIR" if hosts else point
             urls = json.dumps([f"tcp://{host.ip}:{PORT}" for host in hosts])
             take(_run(place, [python, __file__, "--client", source, target, urls, prefix]), title)
@@ -243,16 +244,6 @@ def _serve(host: Place, python: str) -> subprocess.Popen[Any]:
     return host.start([python, __file__, "--serve", f"tcp://{host.ip}:{PORT}"], stdout=subprocess.DEVNULL)
 
 
-def _wait_for(place: Place, host: Place, port: int) -> None:
-    probe = f"import socket, sys; sys.exit(socket.socket().connect_ex(({host.ip!r}, {port})))"
-    deadline = now() + WAIT_S
-    while now() < deadline:
-        if place.start([sys.executable, "-SEc", probe]).wait() == 0:
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"nothing listens at {host.ip}:{port}")
-
-
 def _clean(point: str) -> None:
     for folder in (*sorted(Path(point).iterdir()), Path(point)):
         if os.path.ismount(folder):
@@ -277,7 +268,7 @@ def run_hosts(base: str | None, mib: int, rounds: int, add: Add) -> None:
         hosts = [Place(host) for host in rig]
         place = Place(rig.client)
         with _receiver(hosts[0]):
-            _wait_for(place, hosts[0], RAW_PORT)
+            wait_listening(hosts[0].ip, RAW_PORT, place.host)
             for _ in range(rounds):
                 seconds: dict[str, float] = {}
 

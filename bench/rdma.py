@@ -39,11 +39,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from measure import now, out, remark
+from measure import now, out, remark, wait_listening
 
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
@@ -237,15 +238,28 @@ def _batch(prefix: str, rounds: int, parts: list[Any], target: bytearray) -> Non
 # ------------------------------------------------------------------------------------------------------------- by NIXL
 
 
-def one_way(name: str, rounds: int, mib: int) -> None:
-    """Owner and reader on one host, and one transport between them. The owner's agent listens, so that TCP leads to it."""
+@contextmanager
+def owner_at(ip: str, nbytes: int) -> Iterator[tuple[Any, Any, Any, list[Any]]]:
+    """An owner at the worker loop at `ip`, until the end of the block: the mesh, the owner, its buffer of so many bytes, its small ones."""
     from monarch.actor import attach_to_workers, shutdown_context
 
-    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://127.0.0.1:{PORT}"])
+    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{ip}:{PORT}"])
     mesh.initialized.get(WAIT_S)
-    sizes = [size for size in sizes_up_to(mib) if size <= 64 * MIB]
-    owner = mesh.spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
+    owner = mesh.spawn_procs({"owners": 1}).spawn("owner", owner_class(), nbytes)
     buffer, parts, _, _, _ = owner.publish.call_one().get(WAIT_S)
+    yield mesh, owner, buffer, parts
+    mesh.stop().get(WAIT_S)
+    shutdown_context().get(WAIT_S)
+
+
+def one_way(name: str, rounds: int, mib: int) -> None:
+    """Owner and reader on one host, and one transport between them. The owner's agent listens, so that TCP leads to it."""
+    sizes = [size for size in sizes_up_to(mib) if size <= 64 * MIB]
+    with owner_at("127.0.0.1", sizes[-1]) as (_, _, buffer, parts):
+        _measure_way(name, rounds, sizes, buffer, parts)
+
+
+def _measure_way(name: str, rounds: int, sizes: list[int], buffer: Any, parts: list[Any]) -> None:
     target = memoryview(bytearray(b"\2") * sizes[-1])
     out(f"ways_first_{name}", seconds_of(lambda: buffer[:1].read_into(target).get(WAIT_S), 1) * 1e3, "ms")
     for nbytes in sizes:
@@ -257,8 +271,6 @@ def one_way(name: str, rounds: int, mib: int) -> None:
                     table.add(f"{what}_{name}", seconds)
         table.show("ways_", nbytes)
     _batch(f"ways_{name}_", rounds, parts, bytearray(4 * MIB))
-    mesh.stop().get(WAIT_S)
-    shutdown_context().get(WAIT_S)
 
 
 def nixl(rounds: int, mib: int) -> None:
@@ -271,7 +283,7 @@ def nixl(rounds: int, mib: int) -> None:
             environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "bench")}
             worker = subprocess.Popen([sys.executable, "-c", worker_loop("127.0.0.1")], env=environment, stdout=subprocess.DEVNULL)
             try:
-                wait_open("127.0.0.1", PORT)
+                wait_listening("127.0.0.1", PORT)
                 command = [sys.executable, __file__, "--way", json.dumps([name, rounds, mib])]
                 subprocess.run(command, env=environment, check=False, timeout=240)
             finally:
@@ -282,13 +294,6 @@ def nixl(rounds: int, mib: int) -> None:
 def worker_loop(ip: str) -> str:
     """A script that starts procs for whoever attaches."""
     return f"from monarch.actor import run_worker_loop_forever as f; f(address='tcp://{ip}:{PORT}', ca='trust_all_connections')"
-
-
-def wait_open(ip: str, port: int) -> None:
-    """Wait until somebody listens."""
-    deadline = now() + WAIT_S
-    while socket.socket().connect_ex((ip, port)) and now() < deadline:
-        time.sleep(0.05)
 
 
 # --------------------------------------------------------------------------------------------------- between namespaces
@@ -334,13 +339,12 @@ def raw_read(socks: list[socket.socket], view: memoryview) -> None:
 
 def network_client(ip: str, rounds: int, mib: int) -> None:
     """Owner on another host."""
-    from monarch.actor import attach_to_workers, shutdown_context
-
-    mesh: Any = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{ip}:{PORT}"])
-    mesh.initialized.get(WAIT_S)
     sizes = [size for size in sizes_up_to(mib) if size <= 256 * MIB]
-    owner = mesh.spawn_procs({"owners": 1}).spawn("owner", owner_class(), sizes[-1])
-    buffer, parts, _, _, _ = owner.publish.call_one().get(WAIT_S)
+    with owner_at(ip, sizes[-1]) as (mesh, owner, buffer, parts):
+        _measure_network(ip, rounds, sizes, mesh, owner, buffer, parts)
+
+
+def _measure_network(ip: str, rounds: int, sizes: list[int], mesh: Any, owner: Any, buffer: Any, parts: list[Any]) -> None:
     socks = [socket.create_connection((ip, RAW_PORT)) for _ in range(CONNECTIONS)]
     for sock in socks:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -366,12 +370,10 @@ def network_client(ip: str, rounds: int, mib: int) -> None:
         table.ratio("network_", "read", "raw_tcp", nbytes)
         table.ratio("network_", "write", "raw_tcp", nbytes)
         table.ratio("network_", "read_spin", "raw_tcp_spin", nbytes)
-    _batch("network_", rounds, parts, target)
+    _batch("network_", rounds, parts, bytearray(4 * MIB))
     _network_pull(rounds, mesh, socks, memoryview(target)[: min(sizes[-1], 64 * MIB)])
     for sock in socks:
         sock.close()
-    mesh.stop().get(WAIT_S)
-    shutdown_context().get(WAIT_S)
 
 
 def _network_pull(rounds: int, mesh: Any, socks: list[socket.socket], view: memoryview) -> None:
@@ -392,7 +394,7 @@ def _network_pull(rounds: int, mesh: Any, socks: list[socket.socket], view: memo
 def network(rounds: int, mib: int) -> None:
     """Two namespaces: a worker loop and the raw server in one, the client in the other."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from system.hosts import Hosts, inside
+    from system.hosts import Hosts
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), "MONARCH_RDMA_TRANSPORTS": "tcp"}
     environment.pop("MONARCH_SECRET", None)
@@ -404,8 +406,7 @@ def network(rounds: int, mib: int) -> None:
         ]
         try:
             for port in (PORT, RAW_PORT):
-                with inside(a):
-                    wait_open(a.ip, port)
+                wait_listening(a.ip, port, a)
             client = b.run([sys.executable, __file__, "--client", json.dumps([a.ip, rounds, mib])], env=environment)
             if client.wait(240):
                 remark(f"network failed: exit status {client.returncode}")

@@ -108,6 +108,19 @@ def test_a_block_that_could_not_be_fetched_is_asked_for_by_the_next_reader():
     assert got(waiter) == b"x"
 
 
+def test_a_block_is_kept_and_never_asked_for_again_also_when_no_file_was_in_it_meanwhile():
+    first, second = {"/": folder("f"), "/f": file(0, 3)}, {"/": folder("g"), "/g": file(BLOCK_SIZE, 3)}
+    it = Shown(first)
+    it.deliver(0, b"old")
+    for number in range(1, 20):
+        it.tree.refresh({"/": folder("g"), "/g": file(number * BLOCK_SIZE, 3)})
+        it.deliver(number, b"new")
+    it.tree.refresh(first)
+    assert got(it.start("f")) == b"old"
+    it.tree.refresh(second)
+    assert got(it.start("g")) == b"new" and it.wanted == []
+
+
 def test_who_waits_no_longer_is_not_answered():
     it = Shown({"/": folder("f"), "/f": file(0, 1)})
     waiter = it.start("f")

@@ -76,6 +76,24 @@ def test_a_copy_equals_the_source(full, target):
     assert copied(full, target) == Copied(0, 0, 0, 9)
 
 
+def test_holes_stay_holes(world, target):
+    with open(world.path / "sparse", "wb") as file:
+        file.truncate(300 * MIB + 5)
+        file.seek(100 * MIB)
+        file.write(b"data")
+    world.start()
+    span = world.fs.snapshot.span(world.fs.snapshot.find("/sparse"))
+    world.store.put_zeros(span.offset, 100 * MIB)
+    world.store.put_zeros(span.offset + 101 * MIB, 199 * MIB + 5)
+    world.deliver()
+    copied(world, target)
+    status = (target / "sparse").stat()
+    assert status.st_size == 300 * MIB + 5 and status.st_blocks * 512 <= 2 * MIB
+    with open(target / "sparse", "rb") as file:
+        file.seek(100 * MIB - 1)
+        assert file.read(6) == b"\0data\0"
+
+
 def test_a_refresh_touches_only_what_changed(full, target):
     copied(full, target)
     before = inodes(target)

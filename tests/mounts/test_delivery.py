@@ -254,6 +254,16 @@ def test_a_guest_gets_what_is_here_at_once_and_the_rest_when_it_has_come(host):
     assert host.delivery.statistics().num_served == 3
 
 
+def test_holes_go_on_as_holes(host):
+    guests = host.serve(BIG)
+    host.before.pending.pop(BIG)._complete(Piece([(BIG.offset + MIB, b"x" * (BIG.length - MIB))], [], [(BIG.offset, MIB)]))
+    host.settle()
+    [piece] = guests
+    assert piece.holes == ((BIG.offset, MIB),) and [at for at, _ in piece.parts] == [BIG.offset + MIB]
+    assert host.read(BIG, 0, BIG.length).value == bytes(MIB) + b"x" * (BIG.length - MIB)
+    assert host.delivery.statistics().num_bytes == BIG.length - MIB
+
+
 def test_a_guest_who_asks_for_what_nobody_has_is_told_so(host):
     assert host.serve(Span(1 << 39, 100)) == [Piece([], [])]
 

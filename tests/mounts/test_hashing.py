@@ -8,7 +8,7 @@ import os
 import pytest
 
 from monarch._mounts import hashing
-from monarch._mounts.hashing import DIGEST_BYTES, Digests, hash_pieces
+from monarch._mounts.hashing import DIGEST_BYTES, PIECE_BYTES, Digests, hash_pieces
 
 
 @pytest.fixture(params=hashing.algorithms())
@@ -29,6 +29,15 @@ def test_a_file_and_a_buffer_hash_alike(tmp_path, algorithm, size):
         assert hash_pieces(file.fileno(), piece_bytes, algorithm=algorithm) == expected
         assert hash_pieces(file.fileno(), piece_bytes, algorithm=algorithm, length=min(len(data), piece_bytes)) == expected[:1]
     assert all(len(value) == DIGEST_BYTES for value in expected)
+
+
+def test_a_sparse_file_hashes_as_if_it_were_written(tmp_path, algorithm):
+    path, size = tmp_path / "file", 20 * PIECE_BYTES + 3
+    with open(path, "w+b") as file:
+        file.truncate(size)
+        os.pwrite(file.fileno(), b"data", 7 * PIECE_BYTES - 2)
+        file.flush()
+        assert hash_pieces(file.fileno(), algorithm=algorithm) == hash_pieces(memoryview(path.read_bytes()), algorithm=algorithm)
 
 
 def test_sha256_is_always_there():

@@ -37,6 +37,28 @@ def test_of_a_big_file_only_the_pieces_that_changed_move(full):
     assert full.read("big") == (full.path / "big").read_bytes()
 
 
+def test_of_a_sparse_file_holes_neither_move_nor_take_memory(full):
+    with open(full.path / "sparse", "wb") as file:
+        file.truncate(2000 * MIB)
+        for at in (0, 1000 * MIB + 5):
+            file.seek(at)
+            file.write(b"data")
+    full.refresh()
+    start = full.fs.snapshot.span(full.fs.snapshot.find("/sparse")).offset
+    for first, end in ((1, 1000), (1001, 2000)):
+        full.store.put_zeros(start + first * MIB, (end - first) * MIB)
+    assert full.deliver() == 2 * MIB
+    with open(full.path / "sparse", "r+b") as file:
+        file.seek(1000 * MIB + 7)
+        file.write(b"changed")
+    before = full.store.statistics()
+    full.refresh()
+    assert full.deliver() == MIB
+    assert full.store.statistics().resident_bytes == before.resident_bytes
+    assert full.read("sparse", 1000 * MIB, 20) == b"\0" * 5 + b"da" + b"changed" + bytes(6)
+    assert full.read("sparse", 1999 * MIB, MIB) == bytes(MIB)
+
+
 def test_what_was_appended_moves_and_the_rest_stays(full):
     with open(full.path / "big", "ab") as file:
         file.write(b"x" * MIB)

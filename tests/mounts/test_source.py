@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from monarch._mounts import hashing, source
+from monarch._mounts.hashing import PIECE_BYTES
 from monarch._mounts.index import BLOCK_SIZE, build_index
 from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.source import Diverged, Source
@@ -53,6 +54,28 @@ def rewrite(path, data: bytes) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+def test_holes_are_told_and_not_read(folder, algorithm):
+    with open(folder / "sparse", "wb") as file:
+        file.truncate(3 << 30)
+        file.seek((1 << 30) + 5)
+        file.write(b"data")
+    source = Source(str(folder), algorithm=algorithm)
+    source.scan()
+    span = source.snapshot.span(source.snapshot.find("/sparse"))
+    at = span.offset + (1 << 30)
+    assert source.read_within(span.offset, 1 << 30) == ([], [(span.offset, 1 << 30)])
+    parts, holes = source.read_within(at - PIECE_BYTES, 3 * PIECE_BYTES)
+    assert holes == [(at - PIECE_BYTES, PIECE_BYTES), (at + PIECE_BYTES, PIECE_BYTES)]
+    assert parts == [(at, bytes(5) + b"data" + bytes(PIECE_BYTES - 9))]
+    source.read_within(span.end - PIECE_BYTES, PIECE_BYTES)
+    os.utime(folder / "sparse")  # what was sent of it is compared with what is there
+    assert source.scan().span(source.snapshot.find("/sparse")) == span
+    with open(folder / "sparse", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert source.scan().span(source.snapshot.find("/sparse")) != span
+
+
 def test_a_first_scan_is_the_index(folder):
     snapshot = Source(str(folder)).scan()
     index = Snapshot.of_index(build_index(str(folder), {}))
@@ -71,7 +94,11 @@ def test_a_path_is_taken_from_where_the_program_is_now(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "error", "said"),
-    [("", ValueError, "is empty"), ("big", NotADirectoryError, "is no directory"), ("missing", FileNotFoundError, "missing")],
+    [
+        ("", ValueError, "is empty"),
+        ("big", NotADirectoryError, "is no directory"),
+        ("missing", FileNotFoundError, r"is not there \(any more\): .*missing(?s:.*)next:  make it, or name another"),
+    ],
 )
 def test_a_path_that_is_no_directory_is_refused(folder, path, error, said):
     with pytest.raises(error, match=said):

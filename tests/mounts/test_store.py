@@ -54,6 +54,26 @@ def test_what_is_here_is_read_at_once(store, wanted):
     assert not wanted
 
 
+def test_holes_are_read_offered_and_counted_and_take_no_memory(store, wanted):
+    before = resident_kib()
+    reader = start_read(store, BIG)
+    store.put_zeros(BIG.offset, 2 * MIB)
+    put(store, BIG.offset + 2 * MIB, b"x" * (MIB + 5))
+    assert reader.value == bytes(2 * MIB) + b"x" * (MIB + 5)
+    assert start_read(store, BIG, 2 * MIB - 3, 5).value == b"\0\0\0xx"
+    offer = store.offer(BIG.offset + MIB, 2 * MIB)
+    assert offer.holes == ((BIG.offset + MIB, MIB),) and [(at, len(data)) for at, data in offer.parts] == [(BIG.offset + 2 * MIB, MIB)]
+    assert b"".join(store.peek(Span(BIG.offset + MIB, MIB + 1))) == bytes(MIB) + b"x"
+    assert resident_kib() - before < 1500
+    assert store.statistics().resident_bytes == MIB + 5 and store.statistics().missing_bytes == SMALL.length
+    store.put_zeros(BIG.offset, BIG.length)  # a late one: what is here stays
+    assert start_read(store, BIG, 3 * MIB, 5).value == b"xxxxx"
+    with open(f"/proc/self/fd/{store.backing_fd(BIG)}", "rb") as file:
+        assert file.read() == reader.value
+    store.drop([BIG])
+    assert store.statistics().resident_bytes == 0
+
+
 def test_each_missing_piece_is_asked_for_once_in_order(store, wanted):
     readers = [start_read(store, BIG), start_read(store, BIG, 5, 1), start_read(store, BIG, 2 * MIB, 9)]
     assert wanted == [Span(BIG.offset, MIB), Span(BIG.offset + MIB, MIB), Span(BIG.offset + 2 * MIB, MIB), Span(BIG.offset + 3 * MIB, 5)]

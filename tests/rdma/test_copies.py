@@ -13,9 +13,11 @@ import sys
 
 import pytest
 
+from monarch._runtime.future import Future
 from monarch.actor import shutdown_context
 from monarch.rdma import RDMAError
 from monarch.rdma.copies import NOTHING, Copies, Copy
+from monarch.rdma.errors import NoRoomError
 
 SIZE = 100_000
 pytestmark = pytest.mark.filterwarnings("ignore::monarch.rdma.RDMATcpFallbackWarning")
@@ -170,6 +172,19 @@ def test_closed_copies_are_an_error_and_what_is_mapped_stays(make):
         with pytest.raises(RDMAError, match="not found"):
             use()
     assert mapped[:] == b"\1" * SIZE
+
+
+def test_a_slot_that_a_late_transfer_may_still_write_to_is_not_filled(make):
+    copies = make(copies=2, spares=0)
+    kept = fill(copies, 1)
+    late = Future._new()
+    copies.begin(2, 2)
+    copies.abandon([late])
+    with pytest.raises(NoRoomError, match="copy 2 by a transfer that has been given up"):
+        copies.begin(3, 3)
+    assert copies.newest() == kept
+    late._fail(TimeoutError("over"))
+    assert fill(copies, 3).slot == 1
 
 
 def test_limits_of_this_process_are_told_and_leave_everything_as_it_was(make):

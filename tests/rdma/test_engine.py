@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import weakref
 
@@ -12,7 +13,7 @@ from monarch.rdma.engine import INLINE_BYTES, Engine
 from monarch.rdma.errors import BufferGoneError, OwnerGoneError, RDMAError, RDMATimeout, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.memory import memory_of
-from monarch.rdma.transport import SPLIT_BYTES, Choice, Op, check_deadline, cut
+from monarch.rdma.transport import SPLIT_BYTES, Choice, Op, Piece, check_deadline, cut
 
 WAIT_S = 5.0
 LARGE = INLINE_BYTES + 1
@@ -64,25 +65,36 @@ def hand():
 
 
 @pytest.fixture
-def engine(hand):
-    timers = []
+def engine(hand, make_engine):
+    yield make_engine(hand)
+    hand.gate.set()
+
+
+@pytest.fixture
+def make_engine():
+    timers, engines = [], []
 
     def call_later(delay_s, callback):
         timers.append(threading.Timer(delay_s, callback))
         timers[-1].daemon = True
         timers[-1].start()
 
-    made = Engine(Choice([hand]), 4, call_later, lambda ref, ask_s: "was killed by signal 9 (SIGKILL)" if ask_s else "")
-    yield made
-    hand.gate.set()
-    made.close()
+    def make(*transports):
+        engines.append(Engine(Choice(transports), 4, call_later, lambda ref, ask_s: "was killed by signal 9 (SIGKILL)" if ask_s else ""))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
     for timer in timers:
         timer.cancel()
         timer.join(WAIT_S)
 
 
 def handle_of(buffer=0):
-    return Handle(ProcRef("proc-0", "ipc://x", "ipc://y"), bytes(16), 0, 0, buffer + 1, 0, 1 << 40, 0, {"cma": b"", "tcp": b""})
+    return Handle(
+        ProcRef("proc-0", "ipc://x", "ipc://y"), bytes(16), 0, 0, buffer + 1, 0, 1 << 40, 0, {"cma": b"", "nixl": b"", "tcp": b""}
+    )
 
 
 def op(mark, nbytes=8, buffer=0):
@@ -216,6 +228,53 @@ def test_where_nothing_leads_the_submit_says_so(engine, hand):
         engine.submit([op(1)], 60).get(WAIT_S)
 
 
+class Refusing(Hand):
+    """Does not lead to some regions, which shows when they are moved."""
+
+    def __init__(self, name, *refused, generations=True):
+        super().__init__(name, is_instant=name == "cma")
+        self.refused, self.says_which, self.num_refusals = refused, generations, 0
+        self.gate.set()
+
+    def move(self, piece, deadline_s):
+        refused = {op.handle.generation for op in piece.ops} & {buffer + 1 for buffer in self.refused}
+        if refused:
+            self.num_refusals += 1
+            raise UnreachableError("no room", generations=refused if self.says_which else ())
+        super().move(piece, deadline_s)
+
+    def cut(self, ops):
+        return [Piece("read", ops)]
+
+
+@pytest.mark.parametrize("first", ["cma", "nixl"])
+def test_a_region_that_a_transport_does_not_lead_to_goes_by_the_next_one_and_others_do_not(make_engine, first, caplog):
+    one, other = Refusing(first, 2, 3), Refusing("tcp")
+    engine = make_engine(one, other)
+    for _ in range(2):
+        engine.submit([op(number, buffer=number) for number in range(5)], 60).get(WAIT_S)
+    assert sorted(one.moved) == [0, 0, 1, 1, 4, 4] and sorted(other.moved) == [2, 2, 3, 3]
+    assert caplog.text.count("no room") == 1 and f"buffers of proc-0, such as 2, go by tcp, because {first} does not lead" in caplog.text
+    refusals = one.num_refusals
+    engine.submit([op(5, buffer=2), op(6, LARGE, buffer=3)], 60).get(WAIT_S)
+    assert one.num_refusals == refusals
+
+
+def test_an_owner_that_a_transport_does_not_lead_to_any_more_goes_by_the_next_one(make_engine, caplog):
+    one, other = Refusing("cma", 0, generations=False), Refusing("tcp")
+    engine = make_engine(one, other)
+    engine.submit([op(1, buffer=1)], 60).get(WAIT_S)
+    engine.submit([op(2, buffer=0)], 60).get(WAIT_S)
+    engine.submit([op(3, buffer=1)], 60).get(WAIT_S)
+    assert one.moved == [1] and other.moved == [2, 3] and "buffers of proc-0 go by tcp, because cma" in caplog.text
+
+
+def test_where_no_other_transport_leads_the_first_reason_is_told(make_engine):
+    engine = make_engine(Refusing("cma", 0), Refusing("tcp", 0))
+    with pytest.raises(RDMAError, match=r"\(Tcp\) no room"):
+        engine.submit([op(1), op(2, buffer=1)], 60).get(WAIT_S)
+
+
 def test_a_defect_of_a_transport_ends_the_submit(engine, hand):
     hand.error = ZeroDivisionError("ours")
     hand.gate.set()
@@ -239,3 +298,13 @@ def test_a_closed_engine_takes_nothing_more(engine):
     engine.close()
     with pytest.raises(RDMAError, match="shut down"):
         engine.submit([op(1, LARGE)], 60).get(WAIT_S)
+
+
+def test_work_of_several_submits_runs_elsewhere_in_the_context_of_the_caller(engine):
+    asker = contextvars.ContextVar("asker", default="nobody")
+    asker.set("me")
+    assert engine.run(lambda: (asker.get(), threading.current_thread().name), "weights of somebody").get(WAIT_S) == (
+        "me",
+        "monarch-rdma-weights",
+    )
+    assert repr(engine.run(lambda: {}["missing"], "weights").exception(WAIT_S)) == "KeyError('missing')"

@@ -213,6 +213,37 @@ def test_an_owner_without_keys_says_why(world, answer, error):
     assert not world.agent.transfers
 
 
+def test_what_the_owner_can_not_register_is_named_and_the_rest_is_held(world):
+    first, second = (world.publish(bytearray(b"data")) for _ in range(2))
+    world.on_ask = lambda message: MemoryKeys((b"owner",), 1, refused=((second.generation, "too much"),))
+    target = bytearray(4)
+    with pytest.raises(UnreachableError, match="the owner: too much") as caught:
+        world.move("read", (first, target), (second, bytearray(4)))
+    assert caught.value.generations == {second.generation}
+    world.move("read", (first, target))
+    assert target == b"data" and world.num_asked == 1
+
+
+def test_memory_of_this_process_that_can_not_be_registered_is_no_failure_of_the_transfer(world):
+    handle = world.publish(bytearray(100_000))
+    kept = bytearray(100_000)
+    world.move("read", (handle, kept))
+    register = world.agent.register
+
+    def refuse(*place):
+        raise TransferError("registerMem of NIXL failed")
+
+    world.agent.register = refuse
+    with pytest.raises(UnreachableError, match="memory of this process: registerMem") as caught:
+        world.move("read", (handle, bytearray(100_000)))
+    assert caught.value.generations == {handle.generation}
+    world.transport._slabs.clear()
+    with pytest.raises(UnreachableError) as caught:
+        world.move("read", (handle, bytearray(10)))
+    assert not caught.value.generations
+    world.agent.register = register
+
+
 def test_without_a_device_and_unasked_it_leads_nowhere(world):
     handle = world.publish(bytearray(b"data"))
     with pytest.raises(UnreachableError, match="no RDMA device"):

@@ -107,6 +107,19 @@ def test_where_none_leads_there_the_reasons_are_told():
         Choice([]).choose(handle_of(), 1.0)
 
 
+def test_a_region_that_is_refused_at_once_says_nothing_of_the_others(caplog):
+    refusing, other = Way("nixl", UnreachableError("no room", generations=(1,)), is_instant=False), Way("tcp", is_instant=False)
+    choice = Choice([refusing, other])
+    first, second = (handle_of(names=("nixl", "tcp"), generation=number) for number in (1, 2))
+    assert choice.choose(first, 1.0) is choice.known(first) is other and choice.known(second) is None
+    refusing.error = None
+    assert choice.choose(second, 1.0) is refusing and choice.known(first) is other
+    assert choice.route_of(first) != choice.route_of(second)
+    assert caplog.text.count("no room") == 1
+    choice.forget(first.nonce)
+    assert choice.known(first) is choice.known(second) is None
+
+
 def test_a_deadline_is_over_when_its_time_has_come():
     check_deadline(time.monotonic() + 5)
     with pytest.raises(DeadlineError, match="tcp submit timed out"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import threading
@@ -49,8 +50,10 @@ def test_what_is_published_last_is_pulled_whole(copies):
     assert publisher.weights.pull(into) == 15 and same(into, state(6))
     assert publisher.publish(state(9), version=100) == publisher.weights.pull(into) == 100
     publisher.close()
-    with pytest.raises(RDMAError):
-        publisher.weights.pull(into)
+    told = r"^these weights are closed: .*close\(\); version 100 was the last(?s:.*)where: client<(?s:.*)publisher\.weights"
+    for use in (lambda: publisher.weights.pull(into), publisher.weights.version, publisher.weights.mapped):
+        with pytest.raises(RDMAError, match=told):
+            use()
 
 
 def test_some_of_them_may_be_pulled():
@@ -160,8 +163,10 @@ def test_mapped_weights_are_the_published_ones_and_stay_of_their_version():
         assert same(first, state(1)) and same(publisher.weights.mapped(), state(6))
         with pytest.raises(ValueError, match="read-only"):
             first["a"][0, 0] = 5
-    with pytest.raises(KeyError):
-        first["a"]
+    for use in (lambda: first["a"], lambda: "a" in first, lambda: dict(first)):
+        with pytest.raises(RDMAError, match=r"version 10, were closed here, with close\(\)(?s:.*)weights\.mapped\(\)"):
+            use()
+    assert repr(first) == "<MappedWeights: version 10, closed>"
     with pytest.raises(ValueError, match="c are not among the published weights"):
         publisher.weights.mapped(names=["c"])
     publisher.close()
@@ -222,7 +227,9 @@ def test_a_publication_that_breaks_off_changes_nothing(monkeypatch):
     into = {"a": torch.zeros(3)}
     assert publisher.weights.pull(into) == 6 and torch.equal(into["a"], torch.ones(3))
     publisher.close()
-    with pytest.raises(RDMAError, match=r"taken back by close\(\)"):
+    with pytest.raises(
+        RDMAError, match=r"were closed, with close\(\), when version 6 was the last(?s:.*)where: .*(?s:.*)make a new WeightPublisher"
+    ):
         publisher.publish({"a": torch.ones(3)})
 
 
@@ -235,7 +242,11 @@ def test_what_is_no_state_dict_is_refused_before_anything_changes():
         (lambda: publisher.weights.pull(into), ValueError, r"read-only(?s:.*)array\.copy\(\)"),
         (lambda: publisher.weights.pull(state(0), names=["c"]), ValueError, "c are to be pulled, and there is nothing to pull them into"),
         (lambda: publisher.weights.pull([1]), TypeError, r"not a list(?s:.*)module\.state_dict\(\)"),
-        (lambda: publisher.weights.pull(state(0), timeout=1.5), TypeError, "integer"),
+        (
+            lambda: publisher.weights.pull(state(0), timeout=1.5),
+            TypeError,
+            r"timeout=1\.5 is no whole number of seconds(?s:.*)write timeout=1",
+        ),
         (lambda: publisher.weights.version(timeout=-1), OverflowError, "give whole seconds"),
         (lambda: publisher.publish(state(2), version=2**63), ValueError, "more than 64 bits"),
         (lambda: publisher.publish(state(2), version="2"), TypeError, "integer"),
@@ -319,7 +330,7 @@ def test_relays_that_do_not_end_are_told_and_the_memory_is_free_all_the_same(cap
     publisher._procs = Stopped()
     publisher.close()
     assert "relays of weights have not ended" in caplog.text
-    with pytest.raises(RDMAError, match="not found"):
+    with pytest.raises(RDMAError, match="no version was seen from here"):
         publisher.weights.version()
 
 
@@ -342,6 +353,50 @@ def test_a_relay_that_can_not_get_weights_is_told_once_and_asked_again(caplog):
         weights.pull(state(0))
     assert relay.asked == 3 and caplog.text.count("no room for the next version") == 1
     publisher.close()
+
+
+class Slow:
+    """A source that has nothing before the test lets it."""
+
+    def __init__(self, owner):
+        self.owner, self.copies, self.gate, self.thread = owner, owner.copies, threading.Event(), None
+
+    def newest(self, nbytes, timeout):
+        self.thread = threading.current_thread()
+        assert self.gate.wait(10)
+        return self.owner.newest(nbytes, timeout)
+
+
+async def test_a_pull_that_was_started_does_not_block_the_event_loop():
+    publisher = WeightPublisher(state(1), version=3)
+    weights, into = publisher.weights, state(0)
+    slow = Slow(weights._owner)
+    weights._sources = [slow, weights._owner]
+    pulling = weights.start_pull(into)
+    asyncio.get_running_loop().call_soon(slow.gate.set)  # runs only if this loop does
+    assert await pulling == 3 and same(into, state(1))
+    assert slow.thread is not threading.current_thread()
+    publisher.close()
+
+
+async def test_a_pull_that_blocks_the_event_loop_says_what_to_write():
+    publisher = WeightPublisher(state(1), version=3)
+    into = state(0)
+    with pytest.warns(UserWarning) as warned:
+        assert publisher.weights.pull(into) == 3 and same(into, state(1))
+    [said] = warned
+    assert 'write "await weights.start_pull(...)"' in str(said.message) and said.filename == __file__
+    publisher.close()
+
+
+def test_a_pull_that_can_not_be_started_is_refused_at_the_call_and_a_failure_is_its_outcome():
+    publisher = WeightPublisher(state(1))
+    with pytest.raises(ValueError, match="c are not among the published weights"):
+        publisher.weights.start_pull({"c": np.zeros(3)})
+    publisher.close()
+    pulling = publisher.weights.start_pull(state(0))
+    with pytest.raises(RDMAError):
+        pulling.get(10)
 
 
 def test_pulling_that_is_interrupted_changes_nothing_afterwards(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -89,7 +90,7 @@ def test_what_is_mapped_is_kept_by_the_relay_and_outlives_the_publisher_which_en
     assert len(places) == 2 and all("weights-relay" in owner for owner, _ in places)
     learner.close.call_one().get(WAIT_S)
     wait_until(lambda: all(is_gone(pid) for _, pid in places))
-    with pytest.raises(ActorError, match="not found"):
+    with pytest.raises(ActorError, match=r"these weights are closed: .*version [23] was the last"):
         readers.pull.call().get(WAIT_S)
     assert others.check_mapped.call().get(WAIT_S).values() == [[3]] * 2
 
@@ -115,6 +116,44 @@ def test_when_a_relay_dies_its_readers_go_to_the_learner_and_those_behind_it_rea
     assert all("weights-relay" in owner for owner, _ in second.source.call().get(WAIT_S).values())
 
 
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda way: way.name)
+def test_a_relay_that_ends_or_is_stopped_costs_its_readers_little_whatever_the_way(publish, way):
+    learner, readers = publish(4 * MIB)
+    assert readers.pull.call().get(WAIT_S).values() == [0] * 4
+    first = readers.slice(hosts=0)
+    [(_, pid)] = set(first.source.call().get(WAIT_S).values())
+    learner.publish.call_one().get(WAIT_S)
+    os.kill(pid, way)
+    try:
+        began = time.monotonic()
+        assert readers.pull.call(timeout=20).get(WAIT_S).values() == [1] * 4
+        assert time.monotonic() - began < 5
+        learner.publish.call_one().get(WAIT_S)
+        began = time.monotonic()
+        assert readers.pull.call(timeout=20).get(WAIT_S).values() == [2] * 4
+        assert time.monotonic() - began < 2, "it is not asked again"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_relay_whose_host_is_cut_off_does_not_keep_those_behind_it(hosts, publish):
+    learner, readers = publish(4 * MIB)
+    assert readers.pull.call().get(WAIT_S).values() == [0] * 4
+    hosts[1].limit("100mbit")
+    try:
+        learner.publish.call_one().get(WAIT_S)
+        begun = hosts[1].sent_bytes()
+        pulling = readers.slice(hosts=1).pull.call(timeout=20)
+        wait_until(lambda: hosts[1].sent_bytes() - begun > MIB)
+        hosts[1].link_down()
+        began = time.monotonic()
+        assert pulling.get(WAIT_S).values() == [1] * 2
+        assert time.monotonic() - began < 5
+    finally:
+        hosts.mend()
+
+
 def test_the_death_of_the_learner_is_told_at_once_and_its_relays_end(hosts, publish, faults):
     learner, readers = publish(4 * MIB)
     assert readers.pull.call().get(WAIT_S).values() == [0] * 4
@@ -127,11 +166,11 @@ def test_the_death_of_the_learner_is_told_at_once_and_its_relays_end(hosts, publ
         wait_until(lambda: hosts[0].sent_bytes() - begun > MIB // 2)
         os.kill(learner.pid.call_one().get(WAIT_S), signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(ActorError, match=r"the owner of the buffer is gone: learner"):
+        with pytest.raises(ActorError, match=r"the publisher of these weights is gone: learner"):
             pulling.get(WAIT_S)
         assert time.monotonic() - began < 3
     finally:
         hosts.mend()
-    with pytest.raises(ActorError, match=r"the owner of the buffer is gone: learner"):
+    with pytest.raises(ActorError, match=r"the publisher of these weights is gone: learner"):
         readers.slice(hosts=0, gpus=0).map.call_one().get(WAIT_S)
     wait_until(lambda: all(map(is_gone, pids)))

@@ -16,6 +16,7 @@ from monarch.rdma import RDMATcpFallbackWarning, is_ibverbs_available
 from monarch.rdma.nixl_library import devices, probe
 from system.memory_owner import MIB, WAIT_S
 from system.nixl_actors import KIB, Peer
+from system.remote import TESTS
 from system.waiting import wait_until
 
 pytest_plugins = ["system.recorder"]
@@ -139,6 +140,54 @@ def test_a_client_that_has_used_it_forks_closes_begins_anew_and_ends_well(run_sc
         """,
         env={"MONARCH_RDMA_TRANSPORTS": "nixl"},
     ).check()
+
+
+def test_a_later_region_that_can_not_be_registered_goes_by_tcp_and_the_log_says_so_once(run_script):
+    done = run_script(
+        """
+        import warnings
+        warnings.simplefilter("ignore")
+        from monarch.actor import Actor, endpoint, this_host
+        from monarch.rdma import RDMABuffer
+        from monarch.rdma.errors import TransferError
+        from monarch.rdma.manager import own_manager
+        from monarch.rdma.nixl_agent import Agent
+        from system.memory_owner import Owner
+
+        class Full(Owner):
+            @endpoint
+            def refuse_from(self, most: int) -> None:
+                register = Agent.register
+
+                def refuse(self, address, nbytes, device=-1):
+                    if nbytes >= most:
+                        raise TransferError("registerMem of NIXL failed: no memory can be pinned")
+                    return register(self, address, nbytes, device)
+
+                Agent.register = refuse
+
+        class Reader(Owner):
+            @endpoint
+            def read_all(self, buffers: list[RDMABuffer]) -> list[str]:
+                for buffer in buffers:
+                    target = bytearray(buffer.size())
+                    buffer.read_into(target).get(20)
+                    assert set(target) == {1}
+                    buffer.write_from(target).get(20)
+                return [own_manager()._choice.known(buffer._handle).name for buffer in buffers]
+
+        procs = this_host().spawn_procs({"gpus": 2})
+        owner, reader = procs.slice(gpus=0).spawn("owner", Full), procs.slice(gpus=1).spawn("reader", Reader)
+        owner.refuse_from.call_one(1 << 20).get(20)
+        small, large, other = (owner.publish.call_one(nbytes).get(20)[0] for nbytes in (1000, 2 << 20, 1 << 20))
+        print(*reader.read_all.call_one([small, large, other, small]).get(30))
+        """,
+        env={"MONARCH_RDMA_TRANSPORTS": "nixl,tcp", "PYTHONPATH": TESTS},
+    )
+    done.check()
+    assert "nixl tcp tcp nixl" in done.stdout
+    text = done.stdout + done.stderr
+    assert text.count("because nixl does not lead there: reason=the owner: registerMem of NIXL failed: no memory can be pinned") == 1
 
 
 def test_a_process_that_reads_its_own_memory_tells_what_works():

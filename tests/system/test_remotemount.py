@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -187,11 +188,38 @@ def test_close_waits_for_readers_and_says_who_they_are(mount: MountHandler, sour
     assert reader.wait() == 0 and os.listdir(tmp_path / "mount") == []
 
 
+def test_a_change_in_a_sparse_file_of_gigabytes_is_shown_soon_and_takes_no_memory(tmp_path: Path) -> None:
+    source, there = tmp_path / "source", tmp_path / "mount"
+    source.mkdir()
+    with open(source / "disk.img", "wb") as file:
+        file.truncate(4096 * MIB)
+        file.seek(3000 * MIB)
+        file.write(b"data")
+    mount = remotemount(this_host(), str(source), str(there))
+    mount.open()
+    try:
+        for text in (b"changed", b"again"):
+            with open(source / "disk.img", "r+b") as file:
+                file.seek(3000 * MIB + 2)
+                file.write(text)
+            began = time.monotonic()
+            mount.refresh()
+            assert time.monotonic() - began < 3
+            with open(there / "disk.img", "rb") as file:
+                file.seek(3000 * MIB - 5)
+                assert file.read(20) == bytes(5) + b"da" + text + {b"changed": b"", b"again": b"ed"}[text] + bytes(6)
+                assert file.seek(0, os.SEEK_END) == 4096 * MIB
+        wait_until(lambda: mount.statistics()[0].store.missing_bytes == 0)
+        assert mount.statistics()[0].store.resident_bytes <= 2 * MIB
+    finally:
+        mount.close()
+
+
 def test_what_can_not_be_mounted_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path / "file", "x")
-    for place, text in ((tmp_path / "nowhere", "No such file"), (tmp_path / "file", "no directory")):
+    for place, text in ((tmp_path / "nowhere", "is not there"), (tmp_path / "file", "no directory")):
         mount = remotemount(this_host(), str(place), str(tmp_path / "mount"))
-        with pytest.raises(Exception, match=text):
+        with pytest.raises(OSError, match=rf"{text}(?s:.*)next:"):
             mount.open()
         mount.close()
     with pytest.raises(ValueError, match="unknown mode"):

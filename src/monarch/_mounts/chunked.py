@@ -12,6 +12,9 @@ Rules of this file:
     1. A node is a path, so whoever has a file open sees the newest version of it.
     2. Nothing foreign runs under the lock: neither the fault callback, on a thread of its own, nor the answer to a reader.
     3. Every reader that waits for a block ends: with its bytes, with EIO when its file is stale, or when the server's patience is over.
+    4. A block that has come stays until the end of the mount; none is given up for want of memory. For it could not be had again: whoever
+       mounts may have no fault callback, callbacks ask for a block once in the life of a mount (`RemoteMountLeader` does too), and a
+       version may come back, or have moved on, while the block that is to show it exists here only.
 
 Read next: `filesystem.py` for what the server asks, `index.py` for where the dict comes from.
 """

@@ -28,6 +28,7 @@ import msgspec
 
 from monarch._base.errors import explain
 from monarch._mounts.ranges import Span
+from monarch._mounts.segment import ZEROS
 from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.store import Store
 
@@ -288,8 +289,12 @@ class _Copy:
         try:
             for offset in range(0, span.length, _WINDOW_BYTES):
                 for view in self._fetched(span, offset, wanted.path):
+                    if view.obj is ZEROS.obj:
+                        os.lseek(fd, len(view), os.SEEK_CUR)
+                        continue
                     while view:
                         view = view[os.write(fd, view) :]
+            os.ftruncate(fd, span.length)
             os.fchmod(fd, self._snapshot.mode(row) & 0o777)
             os.utime(fd, ns=(wanted.mtime_ns, wanted.mtime_ns))
         except BaseException:

@@ -55,6 +55,8 @@ class Piece(NamedTuple):
     """Address and bytes, in order. What lies between belongs to no file."""
     lost: list[tuple[int, int]]
     """Address and length of what the source does not have any more."""
+    holes: Sequence[tuple[int, int]] = ()
+    """Address and length of zeros that take no place at the source."""
 
 
 Upstream = Callable[[int, int], "Future[Piece]"]
@@ -331,6 +333,8 @@ class Delivery:
             view = memoryview(data).cast("B")
             self._store.put(offset, view)
             self._num_bytes += view.nbytes
+        for offset, length in found.holes:
+            self._store.put_zeros(offset, length)
         for offset, length in found.lost:
             self._store.failed_at(offset, length, errno.EIO, version=version)
 
@@ -355,8 +359,7 @@ class Delivery:
         offer = self._store.offer(*guest.span)
         if offer is not None:
             self._num_served += 1
-            parts, lost = offer
-            guest.answer(Piece(list(parts), lost))
+            guest.answer(Piece(list(offer.parts), offer.lost, offer.holes))
             return
         for piece in self._store.lacking(*guest.span):
             if piece.offset in self._under_way:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 from monarch._base.errors import explain
@@ -117,10 +117,13 @@ def place(sizes: list[int], total: int) -> tuple[list[int], int]:
     return offsets, end
 
 
-def walk(source_path: str, root: os.stat_result, left_out: list[str] | None = None) -> Iterator[tuple[str, list[Found]]]:
+def walk(
+    source_path: str, root: os.stat_result, left_out: list[str] | None = None, covered: Set[str] = frozenset()
+) -> Iterator[tuple[str, list[Found]]]:
     """The directories of a tree, each with its names in order; a parent before its children, the last child first.
 
     Args:
+        covered: virtual paths of directories that are left empty, as those of another file system.
         left_out: where the paths go that could not be examined.
 
     Yields:
@@ -141,6 +144,8 @@ def walk(source_path: str, root: os.stat_result, left_out: list[str] | None = No
             _log.warning("left empty, has just gone path=%r", source_path + folder)
             left_out.append(source_path + folder)
             entries = []
+        if covered:
+            entries = [entry._replace(descends=entry.descends and f"{folder}/{entry.name}" not in covered) for entry in entries]
         yield folder, entries
         stack += [f"{folder}/{entry.name}" for entry in entries if entry.descends]
 

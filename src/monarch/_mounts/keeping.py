@@ -4,7 +4,8 @@ Rules of this file:
     1. A digest of an old piece is either announced by the source together with the new ones, or made here from the bytes that are here.
     2. Made here are those of the same place of the same path, and of files of the same length that are gone: one of them may have
        been renamed.
-    3. Copying needs no lock: what is here never changes.
+    3. Pieces of zeros, mostly of holes, are here on every host.
+    4. Copying needs no lock: what is here never changes.
 
 Read next: `source.py`, which makes the digests.
 """
@@ -12,7 +13,7 @@ Read next: `source.py`, which makes the digests.
 from __future__ import annotations
 
 from monarch._mounts import hashing
-from monarch._mounts.hashing import Digests
+from monarch._mounts.hashing import PIECE_BYTES, Digests
 from monarch._mounts.ranges import Span
 from monarch._mounts.snapshot import Snapshot
 from monarch._mounts.store import Store
@@ -41,8 +42,13 @@ def keep(store: Store, old: Snapshot, new: Snapshot, digests: Digests) -> int:
             lacking.append((span, value))
     old_bytes = _OldBytes(store, old, new, digests.algorithm)
     kept = 0
+    zeros = hashing.zero_digest(digests.algorithm, PIECE_BYTES) if digests.algorithm in hashing.algorithms() else b""
     for span, value in lacking:
         key = value, span.length
+        if value == zeros and span.length == PIECE_BYTES:
+            store.put_zeros(*span)
+            kept += span.length
+            continue
         if key not in here:
             here.update(old_bytes.like(span))
         if key in here and _copy(store, here[key], span):

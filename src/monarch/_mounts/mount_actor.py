@@ -73,6 +73,11 @@ class MountActor(Actor):
         self._server: FuseServer | None = None
 
     @endpoint
+    def place(self, path: str) -> tuple[str, str]:
+        """Where `path` is, as of `mount`: the path without links in front of its last name, and the machine."""
+        return _without_links(_path_here(path)), mounting.machine()
+
+    @endpoint
     def mount(
         self, mesh: ActorMesh[MountActor], path: str, snapshot: bytes, mode: Mode, ahead_bytes: int | None, origin: tuple[str, str]
     ) -> str:
@@ -92,7 +97,7 @@ class MountActor(Actor):
             OSError: the mount point can't be made.
         """
         rank = context().actor_instance.rank
-        self._path = path.replace(SUBDIR, "_".join(f"{dim}_{at}" for dim, at in rank.items()))
+        self._path = _path_here(path)
         _check_nesting(self._path, *origin, mode)
         self._mode = mode
         decoded = Snapshot.decode(snapshot)
@@ -118,6 +123,8 @@ class MountActor(Actor):
             awaited_bytes: so much of the big ones is waited for as well.
         """
         small, big = self._store.pieces(sorted(files))
+        if awaited_bytes:  # of a file that has changed most may be here
+            big = [piece for piece in big if self._store.missing(*piece)]
         self._awaited = small + _within(big, awaited_bytes)
         delivery.prefetch(self._awaited)
         delivery.prefetch(_within(big, _free_bytes() * _PREFETCH_SHARE if self._ahead_bytes is None else self._ahead_bytes))
@@ -224,13 +231,21 @@ class MountActor(Actor):
 
 
 def _send(port: Port[Piece], piece: Piece) -> None:
-    port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost))  # type: ignore[misc]
+    port.send(Piece([(offset, pickle.PickleBuffer(data)) for offset, data in piece.parts], piece.lost, piece.holes))  # type: ignore[misc]
+
+
+def _path_here(path: str) -> str:
+    return path.replace(SUBDIR, "_".join(f"{dim}_{at}" for dim, at in context().actor_instance.rank.items()))
+
+
+def _without_links(path: str) -> str:
+    parent, name = os.path.split(path)  # what is mounted there already is not looked at, it may hang
+    return os.path.join(os.path.realpath(parent), name)
 
 
 def _check_nesting(path: str, source: str, machine: str, mode: Mode) -> None:
     """Who reads below the mount would be answered by who reads below the mount."""
-    parent, name = os.path.split(path)  # what is mounted there already is not looked at, it may hang
-    ours, theirs = os.path.join(os.path.realpath(parent), name).rstrip("/") + "/", source.rstrip("/") + "/"
+    ours, theirs = _without_links(path).rstrip("/") + "/", source.rstrip("/") + "/"
     if machine == mounting.machine() and (theirs.startswith(ours) or (mode == "copy" and ours.startswith(theirs))):
         what = f"{source!r} can't be shown at {path!r}: on this machine that is itself, or one is in the other"
         raise RuntimeError(explain(what, next="pass another mount point, one for each host of this machine: mntpoint='/tmp/there/$SUBDIR'"))

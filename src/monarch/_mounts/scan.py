@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import stat
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
 from monarch._mounts.index import LEFT_OUT, walk
@@ -79,11 +79,12 @@ def _seen(status: os.stat_result) -> Status:
     return Status(kind, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def walked(path: str, root: os.stat_result) -> Scan:
+def walked(path: str, root: os.stat_result, covered: Set[str] = frozenset()) -> Scan:
     """Look at all of a directory.
 
     Args:
         root: its own `stat`.
+        covered: see `walk`.
 
     Raises:
         OSError: it, or a directory in it, cannot be listed.
@@ -95,7 +96,7 @@ def walked(path: str, root: os.stat_result) -> Scan:
     scan.add(b"", 0, root)
     rows = {"": 0}
     left_out: list[str] = []
-    for folder, entries in walk(path, root, left_out):
+    for folder, entries in walk(path, root, left_out, covered):
         first = len(scan.inodes)
         for name, status, target, descends in entries:
             row = scan.add(os.fsencode(name), rows[folder], status)

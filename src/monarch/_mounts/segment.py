@@ -4,6 +4,7 @@ Rules of this file:
     1. A segment takes memory when its first byte is about to be written, not before.
     2. Bytes that are `present` never change: they may be on their way to a reader, or be read by the kernel itself.
     3. `present` is inside of `live`: what no file of any version has is not kept.
+    4. What came as a hole takes no memory, not even when it is read: a look at pages of a mapping that were never written makes them.
 
 Read next: `store.py`, which locks; nothing here does.
 """
@@ -17,11 +18,14 @@ from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE
 from monarch._mounts.memory import Memory, Writer
 from monarch._mounts.ranges import Ranges, Span
 
+ZEROS = memoryview(bytes(PIECE_BYTES))
+"""What is read of holes."""
+
 
 class Segment:
     """Addresses `start` to `end` in one piece of memory."""
 
-    __slots__ = ("end", "expected", "is_big", "live", "memory", "present", "start")
+    __slots__ = ("end", "expected", "is_big", "live", "memory", "present", "start", "zeros")
 
     def __init__(self, start: int, end: int, *, is_big: bool) -> None:
         self.start = start
@@ -31,6 +35,8 @@ class Segment:
         self.live = Ranges()
         """What belongs to a file of a version that somebody can read."""
         self.present = Ranges()
+        self.zeros = Ranges()
+        """What of it has come as a hole."""
         self.memory: Memory | None = None
         self.expected = start
         """Up to here readers have been announced."""
@@ -43,15 +49,30 @@ class Segment:
         """The bytes at these addresses."""
         return self.allocated(keep_fd=False).view[start - self.start : end - self.start]
 
+    def views(self, start: int, end: int) -> list[memoryview]:
+        """The bytes at these addresses, which must be present, for who only reads; holes are parts of `ZEROS`."""
+        if not self.zeros:
+            return [self.view(start, end).toreadonly()]
+        found = []
+        for low, high in self.zeros.within(start, end):
+            if start < low:
+                found.append(self.view(start, low).toreadonly())
+            found += [ZEROS[: min(len(ZEROS), high - at)] for at in range(low, high, len(ZEROS))]
+            start = high
+        return [*found, self.view(start, end).toreadonly()] if start < end else found
+
     def allocated(self, *, keep_fd: bool) -> Memory:
         """The memory, made now if need be."""
         if self.memory is None:
             self.memory = Memory(self.end - self.start, keep_fd=keep_fd)
         return self.memory
 
-    def arrive(self, start: int, end: int) -> None:
-        """These bytes are here now."""
+    def arrive(self, start: int, end: int, *, as_zeros: bool = False) -> None:
+        """These bytes are here now, or are zeros that nobody has written."""
         for low, high in self.live.within(start, end):
+            if as_zeros:
+                for gap in self.present.gaps(low, high):
+                    self.zeros.add(*gap)
             self.present.add(low, high)
 
     def lacking(self, start: int, end: int) -> list[tuple[int, int]]:
@@ -71,6 +92,7 @@ class Segment:
         for start, end in parts:
             self.live.remove(start, end)
             self.present.remove(start, end)
+            self.zeros.remove(start, end)
         if self.memory is not None:
             for low, high in {self.live.gap_around(start, end) for start, end in parts}:
                 first, last = (self.start if low is None else low), (self.end if high is None else high)

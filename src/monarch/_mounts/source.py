@@ -14,10 +14,12 @@ Read next: `scan.py` for a look at it, `snapshot.py` for the form of a version, 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -26,6 +28,7 @@ from monarch._base.errors import explain
 from monarch._base.reused import reused, settle
 from monarch._mounts import hashing
 from monarch._mounts.hashing import PIECE_BYTES, XXH3, Digests
+from monarch._mounts.holes import data_in, gaps_in
 from monarch._mounts.index import BIG_FILE_THRESHOLD, place, read_fully
 from monarch._mounts.ranges import Ranges, Span
 from monarch._mounts.scan import Scan, differing, patched, walked
@@ -66,6 +69,25 @@ class Changes(NamedTuple):
     """Of what was added or changed."""
 
 
+def root_of(path: str) -> os.stat_result:
+    """The `stat` of a directory to push.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        NotADirectoryError: it is something else.
+        OSError: it can't be looked at.
+    """
+    try:
+        root = os.stat(path)
+    except FileNotFoundError as exc:
+        what = f"the directory to push is not there (any more): {path!r}"
+        hint = "make it, or name another one; a relative path is meant from the working directory of the program"
+        raise FileNotFoundError(exc.errno, explain(what, where=f"host {os.uname().nodename}", next=hint)) from None
+    if not stat.S_ISDIR(root.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, explain(f"{path!r} is no directory", next="push the directory that it is in"))
+    return root
+
+
 class Source:
     """A directory that is pushed to other hosts. Thread: any; `scan` one at a time."""
 
@@ -82,6 +104,8 @@ class Source:
             raise ValueError(explain("the path of the directory to push is empty", next="name a directory"))
         self.path = os.path.abspath(path)
         self.algorithm = algorithm or hashing.algorithms()[0]
+        self._covered: set[str] = set()
+        """Directories that are left empty, as paths in the tree."""
         self._digest = hashing.digest(self.algorithm)
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
@@ -99,6 +123,15 @@ class Source:
     def snapshot(self) -> Snapshot | None:
         """The version that the last scan saw; None before the first."""
         return self._snapshot
+
+    def cover(self, paths: Iterable[str]) -> None:
+        """Show directories as empty ones from the next scan on, because something is, or will be, mounted there.
+
+        Args:
+            paths: real ones of this machine; those that are not in the source do not matter.
+        """
+        root = os.path.realpath(self.path).rstrip("/") + "/"
+        self._covered = {path[len(root) - 1 :] for path in paths if path.startswith(root)}
 
     # ------------------------------------------------------------------------------------------------------------ scanning
 
@@ -118,11 +151,9 @@ class Source:
         found = differing(before, self._is_racy, self._scanned_ns - RACY_NS - COARSE_NS - _LONGEST_WRITE_NS) if before is not None else None
         if found == {}:
             return self._known
-        root = os.stat(self.path)
-        if not stat.S_ISDIR(root.st_mode):
-            raise NotADirectoryError(explain(f"{self.path!r} is no directory", next="push the directory that it is in"))
+        root = root_of(self.path)
         if before is None or found is None:
-            scan = walked(self.path, root)
+            scan = walked(self.path, root, self._covered)
             rows = self._rows_before(scan)
         else:
             scan = patched(before, found)
@@ -191,15 +222,25 @@ class Source:
         pieces = [piece for piece in _pieces(span) if self._sent.within(piece.offset, piece.end)]
         if any(piece.offset not in self._digests for piece in pieces):
             return False
-        seen = _Seen.of(scan, row)
         buffer = memoryview(bytearray(min(PIECE_BYTES, span.length)))
-        path = self._known.path(before)
-        for piece in pieces:
-            into = buffer[: piece.length]
-            read = partial(read_fully, offset=piece.offset - span.offset, into=into)
-            if not self._read(path, seen, read) or self._digest(into) != self._digests[piece.offset]:
-                return False
-        return True
+
+        def is_same(fd: int) -> bool:
+            data = data_in(fd, 0, span.length, PIECE_BYTES)
+            ends = [high for _, high in data]
+            for piece in pieces:
+                at, into = piece.offset - span.offset, buffer[: piece.length]
+                later = bisect_right(ends, at)
+                if later == len(data) or at < data[later][0]:
+                    value = hashing.zero_digest(self.algorithm, piece.length)
+                elif read_fully(fd, at, into):
+                    value = self._digest(into)
+                else:
+                    return False
+                if value != self._digests[piece.offset]:
+                    return False
+            return True
+
+        return self._read(self._known.path(before), _Seen.of(scan, row), is_same) is True
 
     def _placed(self, scan: Scan) -> Snapshot:
         columns = scan.columns
@@ -248,17 +289,33 @@ class Source:
             into[start - offset : start - offset + size] = bytes(size)
         return diverged
 
-    def read_within(self, offset: int, length: int) -> memoryview | None:
-        """As `read_piece`, with fewer copies; None: these bytes are not all of one file, or it has changed since the scan."""
+    def read_within(self, offset: int, length: int) -> tuple[list[tuple[int, memoryview]], list[tuple[int, int]]] | None:
+        """As `read_piece`, with fewer copies, and without holes; None: these bytes are not all of one file, or it has changed.
+
+        Returns:
+            Address and bytes of data, and address and length of holes.
+        """
         with self._lock:
             row, span = next(self._known.files(Span(offset, length)), (0, Span(0, 0)))
             if offset < span.offset or span.end < offset + length:
                 return None
-            into = reused(length)
-            if not self._read(self._known.path(row), self._seen(row), partial(read_fully, offset=offset - span.offset, into=into)):
+            start, is_big = offset - span.offset, span.length >= BIG_FILE_THRESHOLD
+
+            def read(fd: int) -> list[tuple[int, memoryview]] | None:
+                ranges = data_in(fd, start, start + length, PIECE_BYTES) if is_big else [(start, start + length)]
+                views = [(low, reused(high - low)) for low, high in ranges]
+                return views if all(read_fully(fd, low, view) for low, view in views) else None
+
+            found = self._read(self._known.path(row), self._seen(row), read)
+            if found is None:
                 return None
-            self._note(row, span, offset, into)
-            return settle(into)
+            for low, view in found:
+                self._note(row, span, span.offset + low, view)
+            holes = gaps_in([(low, low + len(view)) for low, view in found], start, start + length)
+            for low, high in holes:
+                self._note_hole(span, span.offset + low, span.offset + high)
+            parts = [(span.offset + low, settle(view)) for low, view in found]
+            return parts, [(span.offset + low, high - low) for low, high in holes]
 
     def _seen(self, row: int) -> _Seen:
         assert self._scan is not None
@@ -289,6 +346,12 @@ class Source:
         for piece in _pieces(file, Span(start, len(data))):
             if start <= piece.offset and piece.end <= start + len(data):
                 self._digests[piece.offset] = self._digest(data[piece.offset - start : piece.end - start])
+
+    def _note_hole(self, file: Span, start: int, end: int) -> None:
+        self._sent.add(start, end)
+        for piece in _pieces(file, Span(start, end - start)):
+            if start <= piece.offset and piece.end <= end:
+                self._digests[piece.offset] = hashing.zero_digest(self.algorithm, piece.length)
 
     # ------------------------------------------------------------------------------------------------------------ comparing
 

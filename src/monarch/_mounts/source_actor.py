@@ -31,6 +31,11 @@ class SourceActor(Actor):
         """A host was told that bytes of the version of now are lost. What could not be read a moment ago may be there again."""
 
     @endpoint
+    def cover(self, paths: list[str]) -> None:
+        """`Source.cover`."""
+        self._source.cover(paths)
+
+    @endpoint
     def scan(self, again: bool = False) -> Version | None:
         """Look at the directory; None: nothing has changed since the last time.
 
@@ -49,7 +54,8 @@ class SourceActor(Actor):
         """Bytes of the current version."""
         whole = self._source.read_within(offset, length)
         if whole is not None:
-            return Piece([(offset, pickle.PickleBuffer(whole))], [])  # type: ignore[list-item] # it arrives as a buffer
+            found, holes = whole
+            return Piece([(at, pickle.PickleBuffer(part)) for at, part in found], [], holes)  # type: ignore[misc] # they arrive as buffers
         data = memoryview(bytearray(length))
         lost = self._source.read_piece(offset, length, data)
         self._has_lost = self._has_lost or bool(lost)

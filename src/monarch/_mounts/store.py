@@ -45,6 +45,7 @@ class StoreStatistics(msgspec.Struct, frozen=True):
     """What a store holds at one moment."""
 
     resident_bytes: int
+    """Without holes."""
     missing_bytes: int
     """Of files that somebody can read."""
     kept_bytes: int
@@ -53,6 +54,17 @@ class StoreStatistics(msgspec.Struct, frozen=True):
     num_descriptors: int
     num_waiting: int
     """Readers."""
+
+
+class Offer(NamedTuple):
+    """What is known here of a range of addresses."""
+
+    parts: list[tuple[int, memoryview]]
+    """Address and bytes."""
+    lost: list[tuple[int, int]]
+    """Address and length of what has failed."""
+    holes: tuple[tuple[int, int], ...]
+    """Address and length of zeros."""
 
 
 class _Waiter(NamedTuple):
@@ -193,16 +205,23 @@ class Store:
                 writer.close()
         self._arrived(offset, end)
 
+    def put_zeros(self, offset: int, length: int) -> None:
+        """As `put`, of so many zeros, which take no memory."""
+        with self._lock:
+            for segment, _, _ in self._parts(offset, offset + length):
+                self._allocate(segment)
+        self._arrived(offset, offset + length, as_zeros=True)
+
     def _allocate(self, segment: Segment) -> None:
         if segment.memory is None:
             memory = segment.allocated(keep_fd=segment.is_big and self._descriptors_left > 0)
             self._descriptors_left -= memory.fd is not None
 
-    def _arrived(self, start: int, end: int) -> None:
+    def _arrived(self, start: int, end: int, *, as_zeros: bool = False) -> None:
         ready: list[tuple[Later, list[memoryview] | int]] = []
         with self._lock:
             for segment, low, high in list(self._parts(start, end)):
-                segment.arrive(low, high)
+                segment.arrive(low, high, as_zeros=as_zeros)
                 if self._asked or self._waiting:
                     for piece in segment.pieces(low, high):
                         if not segment.lacking(piece.offset, piece.end):
@@ -286,20 +305,20 @@ class Store:
             failed = [(start, start + self._files[start]) for start in self._errnos]
         return any(not any(low <= start and end <= high for low, high in failed) for start, end in gaps)
 
-    def offer(self, offset: int, length: int) -> tuple[list[tuple[int, memoryview]], list[tuple[int, int]]] | None:
-        """What another host may have of a range: address and bytes of what is here, address and length of what has failed.
-
-        None: some of it is still to come.
-        """
+    def offer(self, offset: int, length: int) -> Offer | None:
+        """What another host may have of a range; None: some of it is still to come."""
         end = offset + length
         with self._lock:
             lost = [(low, self._files[low] + low) for low in self._errnos if low < end and offset < low + self._files[low]]
-            parts = []
+            parts: list[tuple[int, memoryview]] = []
+            holes: list[tuple[int, int]] = []
             for segment, start, stop in self._parts(offset, end):
                 if any(not any(low <= gap[0] and gap[1] <= high for low, high in lost) for gap in segment.lacking(start, stop)):
                     return None
-                parts += [(low, segment.view(low, high)) for low, high in segment.present.within(start, stop)]
-            return parts, [(max(low, offset), min(high, end) - max(low, offset)) for low, high in sorted(lost)]
+                here = segment.present.within(start, stop)
+                parts += [(at, segment.view(at, to)) for low, high in here for at, to in segment.zeros.gaps(low, high)]
+                holes += [(low, high - low) for low, high in segment.zeros.within(start, stop)]
+            return Offer(parts, [(max(low, offset), min(high, end) - max(low, offset)) for low, high in sorted(lost)], tuple(holes))
 
     def pieces(self, files: Iterable[Span]) -> tuple[list[Span], list[Span]]:
         """The pieces of these files: those with small files, and those of big ones, each in the order of the files."""
@@ -353,7 +372,7 @@ class Store:
                 return None
             if not all(segment.present.covers(start, end) for segment, start, end in parts):
                 return None
-            return [segment.view(start, end).toreadonly() for segment, start, end in parts]
+            return [view for segment, start, end in parts for view in segment.views(start, end)]
 
     def whole(self, file: Span) -> list[memoryview]:
         """All bytes of a file, when a reader would get them at once; else none."""
@@ -372,11 +391,12 @@ class Store:
     def statistics(self) -> StoreStatistics:
         """What is here. Cost: O(segments)."""
         with self._lock:
-            resident = sum(segment.present.total for segment in self._segments)
+            present = sum(segment.present.total for segment in self._segments)
+            resident = present - sum(segment.zeros.total for segment in self._segments)
             live = sum(segment.live.total for segment in self._segments)
             fds = sum(segment.memory is not None and segment.memory.fd is not None for segment in self._segments)
             waiting = sum(not waiter.later.cancelled for waiters in self._waiting.values() for waiter in waiters)
-            return StoreStatistics(resident, live - resident, self._kept_bytes, len(self._segments), fds, waiting)
+            return StoreStatistics(resident, live - present, self._kept_bytes, len(self._segments), fds, waiting)
 
     def close(self) -> None:
         """Give all memory back; who waits gets EIO, who comes later ESTALE. Views in use stay valid."""
@@ -415,7 +435,7 @@ class Store:
             if not segment.present.covers(low, high):
                 return None
             self._allocate(segment)
-            views.append(segment.view(low, high).toreadonly())
+            views += segment.views(low, high)
         return views
 
     def _lacking_pieces(self, start: int, end: int) -> Iterator[Span]:

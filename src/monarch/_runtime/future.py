@@ -350,6 +350,11 @@ def settled(future: Future[Any]) -> Future[None]:
     return result
 
 
+def runs_in_loop() -> bool:
+    """Whether an event loop runs in this thread, which must not be blocked."""
+    return _running_loop() is not None
+
+
 def _running_loop() -> Any:
     asyncio_events = sys.modules.get("asyncio.events")
     return None if asyncio_events is None else asyncio_events._get_running_loop()

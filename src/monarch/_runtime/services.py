@@ -65,18 +65,7 @@ class Services:
             return
         if message.credentials:
             credentials.set_credentials(credentials.decode(message.credentials))
-        reader = message.reader
-        if not between_hosts(reader):
-            try:
-                service.on_connection(_connect(lent_path(reader)), reader, message.ticket)
-            except OSError as exc:  # it has ended, or waits no more
-                _logger.warning("memory can't be lent: reader=%s reason=%s", reader, exc)
-            return
-        router().open_connection(
-            f"{reader}/{LENT}",
-            lambda sock: service.on_connection(sock, reader, message.ticket),
-            lambda denial: _logger.warning("memory can't be lent: reader=%s reason=%s", reader, denial.reason),
-        )
+        lend(service, message, router())
 
     def lead(self, name: str, greeting: Greeting) -> None:
         """A connection is for the service `name`."""
@@ -101,6 +90,26 @@ class Services:
         if name not in self._loaded:
             self._loaded[name] = importlib.import_module(_PROVIDERS[name]).make_service()
         return self._loaded[name]
+
+
+def lend(service: Service, message: LendMemory, router: Any) -> None:
+    """Dial the reader who has asked for it, and serve that connection. Thread: net loop.
+
+    Args:
+        router: of this process.
+    """
+    reader = message.reader
+    if not between_hosts(reader):
+        try:
+            service.on_connection(_connect(lent_path(reader)), reader, message.ticket)
+        except OSError as exc:  # it has ended, or waits no more
+            _logger.warning("memory can't be lent: reader=%s reason=%s", reader, exc)
+        return
+    router.open_connection(
+        f"{reader}/{LENT}",
+        lambda sock: service.on_connection(sock, reader, message.ticket),
+        lambda denial: _logger.warning("memory can't be lent: reader=%s reason=%s", reader, denial.reason),
+    )
 
 
 def lent_path(address: str) -> str:

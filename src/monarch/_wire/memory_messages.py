@@ -32,7 +32,7 @@ class ShareFile(msgspec.Struct, frozen=True, tag=True):
 class LendMemory(msgspec.Struct, frozen=True, tag=True):
     """The sender wants to read memory of this process, whose agent can't be dialled: the agent is to dial the sender.
 
-    The owner passes it on to its agent. Whoever connects says the ticket first.
+    The owner passes it on to its agent, unless it is to serve its memory itself. Whoever connects says the ticket first.
     """
 
     reader: str
@@ -40,6 +40,8 @@ class LendMemory(msgspec.Struct, frozen=True, tag=True):
     ticket: bytes
     credentials: bytes = b""
     """Of the owner, for its agent, which may have none yet."""
+    by_owner: bool = False
+    """The agent can't read this process either."""
 
     def __repr__(self) -> str:
         return f"LendMemory(reader={self.reader!r})"  # not the credentials
@@ -70,6 +72,8 @@ class MemoryKeys(msgspec.Struct, frozen=True, tag=True):
     """Generations that were dropped: the other ones are held."""
     refusal: str = ""
     """Why there are no keys at all."""
+    refused: tuple[tuple[int, str], ...] = ()
+    """Generations that NIXL can't register, and why: they are not held."""
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):

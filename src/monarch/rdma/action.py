@@ -130,7 +130,10 @@ def _no_buffer(value: object) -> TypeError:
 
 def checked_timeout(timeout: int) -> int:
     """A timeout in whole seconds; TypeError, OverflowError otherwise."""
-    seconds = operator.index(timeout)
+    try:
+        seconds = operator.index(timeout)
+    except TypeError as exc:
+        raise TypeError(explain(f"timeout={timeout!r} is no whole number of seconds: {exc}", next="write timeout=1, or more")) from None
     if not 0 <= seconds <= _MOST_TIMEOUT:
         raise OverflowError(
             explain(f"timeout must fit in an unsigned 64-bit integer; got {seconds}", next="give whole seconds, such as 60")

@@ -63,7 +63,7 @@ def allowed_transports() -> list[str]:
     for name in names:
         if name not in _TRANSPORTS:
             what = f"invalid rdma_transports ({setting!r}): there is no transport {name!r}{did_you_mean(name, _TRANSPORTS)}"
-            raise RdmaInitError(explain(what, next=f"name some of {', '.join(_TRANSPORTS)}; staged goes with cma and tcp"))
+            raise RdmaInitError(explain(what, next=f"name some of {', '.join(_TRANSPORTS)}; owner goes with tcp, staged with both and cma"))
     return names
 
 

@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from monarch import config
 from monarch._base.ids import ProcRef, between_hosts
-from monarch._net.dialer import Denial
+from monarch._net.dialer import Denial, Failure
 from monarch._net.loop import READ
 from monarch._net.router import listen_at, socket_path
+from monarch._runtime.mailbox import ProcGoneError
 from monarch._runtime.services import DATA, LENT, lent_path
 from monarch._wire.memory_messages import LendMemory
+from monarch._wire.messages import Ping
 from monarch.rdma.channel import Channel
 from monarch.rdma.data_frames import (
     MAX_TEXT_BYTES,
@@ -42,7 +44,7 @@ from monarch.rdma.data_frames import (
     encode_request,
     failure_of,
 )
-from monarch.rdma.errors import DeadlineError, TransferError, UnreachableError
+from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.transport import check_deadline
 from monarch.rdma.workers import Workers
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 _SWEEP_S = 1.0
 _LEND_S = 10.0
 """How long the agent of an owner may take to dial this process."""
+_PING_S = 1.0
 _TICKET_BYTES = 16
 _CLOSE_S = 1.0
 Dial = Callable[[float], Channel]
@@ -232,9 +235,10 @@ class _Dial:
 
 
 def dial_agent(process: Process, agent: str, deadline_s: float) -> Channel:
-    """Connect to the data service of the agent at `agent`.
+    """Connect to the data service of the agent, or of the process that serves its own memory, at `agent`.
 
     Raises:
+        OwnerGoneError: another one is at that address now, or none.
         UnreachableError: there is none, or it does not trust this process.
         DeadlineError: not in time.
     """
@@ -245,6 +249,8 @@ def dial_agent(process: Process, agent: str, deadline_s: float) -> Channel:
         proc.loop.call_soon(dial.give_up)
         raise DeadlineError
     if dial.denial is not None:
+        if dial.denial.failure is Failure.GONE:
+            raise OwnerGoneError(dial.denial.reason)
         hint = "the owner's host may be gone, or not reachable from here"
         raise UnreachableError(f"no data connection to {agent}: {dial.denial.reason}", next=hint)
     return Channel(dial.socket)
@@ -266,8 +272,8 @@ class Borrower:
         self._readers = Workers("monarch-rdma-lent", 2)
         """Read tickets."""
 
-    def dial(self, owner: ProcRef, deadline_s: float) -> Channel:
-        """Have the agent of `owner` dial this process; raises as `dial_agent`."""
+    def dial(self, owner: ProcRef, deadline_s: float, *, by_owner: bool = False) -> Channel:
+        """Have the agent of `owner`, or that process itself, dial this process; raises as `dial_agent`."""
         proc = self._process.proc
         own = proc.ref.address
         hint = "let one of the two be a process of a worker loop, or let the client listen: enable_transport, or attach to a gateway"
@@ -276,12 +282,13 @@ class Borrower:
         elif _is_near(owner.address):
             self._listen(lent_path(own))
         else:
+            self._check_life(owner, deadline_s)
             raise UnreachableError("neither this process nor the host of the owner can be dialled", next=hint)
         ticket, wait = os.urandom(_TICKET_BYTES), _Wait()
         self._waiting[ticket] = wait
         try:
-            if not proc.tell(owner, LendMemory(own, ticket)):
-                raise UnreachableError("the owner can't be told to connect")
+            answer = proc.request(owner, LendMemory(own, ticket, by_owner=by_owner))
+            answer._when_done(lambda: wait.fail(answer._error))
             limit_s = min(_left(deadline_s), _LEND_S)
             if not wait.ended.wait(limit_s):
                 check_deadline(deadline_s)
@@ -289,8 +296,15 @@ class Borrower:
                 raise UnreachableError(text, next="look at the log of the owner's host agent; " + hint)
         finally:
             self._waiting.pop(ticket, None)
-        assert wait.channel is not None
+        if wait.channel is None:
+            raise OwnerGoneError(str(wait.failure)) from wait.failure
         return wait.channel
+
+    def _check_life(self, owner: ProcRef, deadline_s: float) -> None:
+        """OwnerGoneError when the owner has ended: the socket file of a process goes with it."""
+        failure = self._process.proc.request(owner, Ping()).exception(min(_left(deadline_s), _PING_S))
+        if isinstance(failure, ProcGoneError):
+            raise OwnerGoneError(str(failure)) from failure
 
     def _listen(self, path: str) -> None:
         with self._lock:
@@ -353,6 +367,13 @@ class _Wait:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.channel: Channel | None = None
+        self.failure: BaseException | None = None
+
+    def fail(self, failure: BaseException | None) -> None:
+        """There will be none; None: there may be."""
+        if failure is not None:
+            self.failure = failure
+            self.ended.set()
 
 
 class Exchange:

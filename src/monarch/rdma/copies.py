@@ -25,13 +25,14 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from monarch._base.buffers import address_of
 from monarch._base.errors import explain
+from monarch._runtime.future import Future
 from monarch.rdma.buffer import RDMABuffer
-from monarch.rdma.errors import NoRoomError, RDMAError, UnavailableError
+from monarch.rdma.errors import BufferGoneError, NoRoomError, OwnerGoneError, RDMAError, UnavailableError
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
 from monarch.rdma.manager import is_published
@@ -109,6 +110,8 @@ class Copies:
         self._buffers = [RDMABuffer(header.toreadonly())]
         self._attempts = 0
         self._is_closed = False
+        self._last = NOTHING
+        """When it was closed."""
         self._fd = _memory_file(self._name, self._stride * self._most)
         file = None
         if self._fd >= 0:
@@ -116,6 +119,8 @@ class Copies:
         self.published = PublishedCopies(self._buffers[0], self._most, size, file)
         """The handle for others."""
         self._filling = NOTHING
+        self._late: dict[int, list[Future[None]]] = {}
+        """By slot, transfers that may still write to it."""
 
     def newest(self) -> Copy:
         """The newest whole copy."""
@@ -124,7 +129,9 @@ class Copies:
     def check(self) -> None:
         """RDMAError when they were closed, or this is a fork: that shares the memory, and would publish in the place of its parent."""
         if self._is_closed:
-            raise RDMAError(explain("the memory of these weights was taken back by close()", next="make a new WeightPublisher"))
+            what = f"these weights were closed, with close(), when version {self._last.version} was the last"
+            hint = "make a new WeightPublisher, and give its handle (publisher.weights) to the readers"
+            raise RDMAError(explain(what, where=self.published.owner, next=hint))
         if os.getpid() != self.pid:
             what = f"only process {self.pid} publishes these weights, and this is a fork of it"
             raise RDMAError(explain(what, where=f"process {os.getpid()}", next="make a new WeightPublisher"))
@@ -162,9 +169,14 @@ class Copies:
         self._end()
         return whole
 
-    def abandon(self) -> None:
-        """What was filled in so far is worth nothing. No-op when nothing is being filled."""
+    def abandon(self, late: Sequence[Future[None]] = ()) -> None:
+        """What was filled in so far is worth nothing. No-op when nothing is being filled.
+
+        Args:
+            late: transfers into it; the slot is filled anew only when they are over.
+        """
         if self._filling.stamp:
+            self._late[self._filling.slot] = [*late]
             self._words[self._filling.slot * _WORDS + _STAMP] = 0
             self._end()
 
@@ -180,11 +192,14 @@ class Copies:
         if len(self._slots) >= self._copies:
             kept = -1 if self._copies == 1 else self.newest().slot
             for copy in sorted(self._all(), key=lambda copy: copy.stamp):
-                if copy.slot != kept and _lock(self._fd, fcntl.F_WRLCK, copy.slot):
+                if copy.slot != kept and not self._is_late(copy.slot) and _lock(self._fd, fcntl.F_WRLCK, copy.slot):
                     return copy.slot
             if len(self._slots) == self._most:
                 raise self._all_mapped()
         return self._add_slot()
+
+    def _is_late(self, slot: int) -> bool:
+        return not all(transfer._done for transfer in self._late.get(slot, ()))
 
     def _add_slot(self) -> int:
         slot = len(self._slots)
@@ -209,6 +224,7 @@ class Copies:
         versions = {copy.slot: copy.version for copy in self._all()}
         held = sorted({(versions[offset // self._stride], pid, command) for pid, command, offset in holders_of(self._name)})
         who = [f"version {version} by pid {pid} ({command})" for version, pid, command in held]
+        who += [f"copy {slot + 1} by a transfer that has been given up" for slot in range(self._most) if self._is_late(slot)]
         return NoRoomError(
             explain(
                 f"there is no room for the next version: of {self._most} copies of the weights readers map all but the newest",
@@ -219,7 +235,8 @@ class Copies:
 
     def close(self) -> None:
         """Take the memory back. Who has mapped it keeps it. Harmless twice."""
-        self._is_closed = True
+        if not self._is_closed:
+            self._last, self._is_closed = self.newest(), True
         for buffer in self._buffers:
             if is_published(buffer._handle):  # or else the runtime that did so has ended, and taken it back
                 buffer.drop().get()
@@ -243,11 +260,31 @@ class PublishedCopies:
         self._file = file
         self._buffers: dict[int, RDMABuffer] = {}
         """Of the slots that were read from here."""
+        self.wait: Callable[[Future[None]], None] = Future.get
+        """How small transfers are waited for."""
 
     @property
     def owner(self) -> str:
         """Whose they are, for people."""
         return f"{self._header._handle.ref.uid} at {self._header._handle.ref.address}"
+
+    def explained(self, failure: RDMAError, last: Copy) -> RDMAError:
+        """A failure in the words of who knows of weights, and not of the buffers that they are in; itself when it is no matter of that.
+
+        Args:
+            last: what was read from here before.
+        """
+        cause = failure.__cause__
+        if isinstance(cause, BufferGoneError):
+            what = "these weights are closed: their WeightPublisher has taken the memory back, with close()"
+            hint = "take the handle of the WeightPublisher that publishes now (publisher.weights)"
+        elif isinstance(cause, OwnerGoneError):
+            what = f"the publisher of these weights is gone: {cause.fate or cause.what}"
+            hint = "make a new WeightPublisher in a process that lives, and take its handle (publisher.weights)"
+        else:
+            return failure
+        seen = "no version was seen from here" if last == NOTHING else f"version {last.version} was the last that was seen from here"
+        return RDMAError(explain(f"{what}; {seen}", where=self.owner, next=hint))
 
     def newest(self, timeout: int) -> Copy:
         """The newest copy that is whole now; `NOTHING` while the only one is being filled. Cost: one small one-sided read.
@@ -314,7 +351,7 @@ class PublishedCopies:
 
     def _read(self, start: int, nbytes: int, timeout: int) -> bytearray:
         data = bytearray(nbytes)
-        self._header[start : start + nbytes].read_into(data, timeout=timeout).get()
+        self.wait(self._header[start : start + nbytes].read_into(data, timeout=timeout))
         return data
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -145,6 +145,13 @@ class DataService:
             owner.close()
         self._owners.clear()
 
+    def abandon(self) -> None:
+        """Close the descriptors only; for a fork, which has no threads to serve them."""
+        for connection in self._connections:
+            connection.channel.abandon()
+        for owner in self._owners.values():
+            owner.abandon()
+
 
 class _Connection:
     """One reader's connection. Thread: its own."""

@@ -15,23 +15,26 @@ Read next: `transport.py` for what moves bytes, `action.py` for who submits.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from monarch._base.errors import InternalError
 from monarch._base.ids import ProcRef
 from monarch._runtime.future import Future
 from monarch.rdma import staging
-from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, submit_failed
+from monarch.rdma.errors import BufferGoneError, DeadlineError, OwnerGoneError, TransferError, UnreachableError, submit_failed
 from monarch.rdma.handles import Handle
 from monarch.rdma.huge_pages import Heat
 from monarch.rdma.transport import SPLIT_BYTES, Choice, Op, Piece, Transport, check_deadline
 from monarch.rdma.workers import Workers
 
+T = TypeVar("T")
 INLINE_BYTES = 1 << 20
 """Up to here handing over to another thread costs more than it gains."""
 _SMALL_OP_BYTES = 16 << 10
@@ -137,6 +140,23 @@ class Engine:
         else:
             last.future._when_done(then)
 
+    def run(self, work: Callable[[], T], lane: str) -> Future[T]:
+        """Do what waits for several submits, one after the other, on a worker of its own lane, with the context of the caller."""
+        result: Future[T] = Future._new()
+        context = contextvars.copy_context()
+
+        def task() -> None:
+            try:
+                result._complete(context.run(work))
+            except BaseException as exc:
+                result._fail(exc)
+
+        try:
+            self._pool(lane).start_task(task)
+        except RuntimeError as exc:
+            result._fail(submit_failed(_no_thread(exc), lane))
+        return result
+
     # --- small ---------------------------------------------------------------------------------------------------
 
     def _move_now(self, ops: Sequence[Op], deadline_s: float) -> Future[None] | None:
@@ -154,6 +174,8 @@ class Engine:
             for chosen, group in groups:
                 for piece in chosen.cut(group):
                     staging.move(chosen, piece, deadline_s)
+        except UnreachableError:
+            return None
         except OwnerGoneError as exc:
             future: Future[None] = Future._new()
             failure, op = exc, ops[0]
@@ -166,14 +188,16 @@ class Engine:
     def _groups(self, ops: Sequence[Op], find: Callable[[Op], Transport | None]) -> list[tuple[Transport, list[Op]]] | None:
         """Ops by lane, in order; None when one has no transport."""
         groups: dict[str, tuple[Transport, list[Op]]] = {}
-        by_owner: dict[bytes, list[Op]] = {}
+        by_route: dict[Hashable, list[Op]] = {}
+        route_of = self._choice.route_of
         for op in ops:
-            mates = by_owner.get(op.handle.route)
+            route = route_of(op.handle)
+            mates = by_route.get(route)
             if mates is None:
                 transport = find(op)
                 if transport is None:
                     return None
-                mates = by_owner[op.handle.route] = groups.setdefault(transport.lane(op.handle), (transport, []))[1]
+                mates = by_route[route] = groups.setdefault(transport.lane(op.handle), (transport, []))[1]
             mates.append(op)
         return list(groups.values())
 
@@ -221,8 +245,7 @@ class Engine:
         try:
             self._pool(pool).start_task(lambda: self._plan(submit, pool))
         except RuntimeError as exc:
-            hint = "raise the limit of threads (ulimit -u), or that of memory"
-            self._fail(submit, TransferError(f"no thread can be started for it: {exc}", next=hint))
+            self._fail(submit, _no_thread(exc))
             self._end(submit)
 
     def _plan(self, submit: Submit, own_pool: str) -> None:
@@ -262,7 +285,7 @@ class Engine:
             except IndexError:
                 break
             try:
-                staging.move(transport, piece, submit.deadline_s)
+                self._carry(transport, piece, submit.deadline_s)
             except Exception as exc:
                 submit.failed_op = piece.ops[0]
                 submit.failure = exc
@@ -279,6 +302,22 @@ class Engine:
         else:
             self._break(submit, failure)
         self._end(submit)
+
+    def _carry(self, transport: Transport, piece: Piece, deadline_s: float) -> None:
+        """Move a piece; what this transport does not lead to after all goes by the next one that does."""
+        try:
+            staging.move(transport, piece, deadline_s)
+        except UnreachableError as exc:
+            others: dict[Transport, list[Op]] = {}
+            for op in piece.ops:
+                is_refused = not exc.generations or op.handle.generation in exc.generations
+                other = self._choice.divert(transport, op.handle, exc, deadline_s) if is_refused else transport
+                others.setdefault(other, []).append(op)
+            if others.keys() == {transport}:
+                raise
+            for other, ops in others.items():
+                for part in other.cut(ops):
+                    self._carry(other, part, deadline_s)
 
     def _heat_up(self, submit: Submit) -> None:
         with self._lock:
@@ -317,8 +356,9 @@ class Engine:
         told = "" if isinstance(failure, (BufferGoneError, DeadlineError)) else self._why_gone(ref, _ASK_S if is_gone else 0.0)
         if is_gone or told:
             self._choice.forget(op.handle.nonce)
-            text = f"the owner of the buffer is gone: {ref.uid} {told or '(' + failure.what + ')'}"
-            failure = OwnerGoneError(text, next="make a new RDMABuffer in a process that lives")
+            fate = f"{ref.uid} {told or '(' + failure.what + ')'}"
+            hint = "make a new RDMABuffer in a process that lives"
+            failure = OwnerGoneError(f"the owner of the buffer is gone: {fate}", next=hint, fate=fate)
         error = submit_failed(failure, _place_of(op))
         error.__cause__ = failure
         return error
@@ -345,6 +385,11 @@ def _is_small(ops: Sequence[Op]) -> bool:
     """Whether the thread of the caller is to move them itself."""
     total = ops[0].nbytes if len(ops) == 1 else sum([op.nbytes for op in ops])
     return total <= INLINE_BYTES or (len(ops) <= _MOST_INLINE_OPS and total <= len(ops) * _SMALL_OP_BYTES)
+
+
+def _no_thread(failure: RuntimeError) -> TransferError:
+    hint = "raise the limit of threads (ulimit -u), or that of memory"
+    return TransferError(f"no thread can be started for it: {failure}", next=hint)
 
 
 def _place_of(op: Op) -> str:

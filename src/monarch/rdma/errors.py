@@ -9,6 +9,8 @@ Read next: `engine.py`, which turns one into the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from monarch._base.errors import explain
 
 
@@ -26,6 +28,10 @@ class NoRoomError(RDMAError):
 
 class UnavailableError(RDMAError):
     """Who was asked for weights lives, and can't give them (so)."""
+
+
+class SilentError(UnavailableError):
+    """A relay has given no sign of life, so nobody waits for it."""
 
 
 class RdmaInitError(Exception):
@@ -52,6 +58,13 @@ class BufferGoneError(TransferError):
 class OwnerGoneError(TransferError):
     """The process that owns the memory has ended."""
 
+    def __init__(self, what: str, *, next: str = "", fate: str = "") -> None:
+        """Args:
+        fate: which process that was, and how it ended; "" before somebody has asked.
+        """
+        super().__init__(what, next=next)
+        self.fate = fate
+
 
 class DeadlineError(TransferError):
     """The time of the submit is over."""
@@ -61,7 +74,14 @@ class DeadlineError(TransferError):
 
 
 class UnreachableError(TransferError):
-    """This transport leads nowhere near the owner."""
+    """This transport does not lead there; another one may."""
+
+    def __init__(self, what: str, *, next: str = "", generations: Iterable[int] = ()) -> None:
+        """Args:
+        generations: of the regions that it does not lead to; none: to nothing of the owner.
+        """
+        super().__init__(what, next=next)
+        self.generations = frozenset(generations)
 
 
 def submit_failed(cause: TransferError, where: str) -> RDMAError:

@@ -42,6 +42,7 @@ from monarch.rdma.huge_pages import HugePages
 from monarch.rdma.ipc_transport import IpcTransport
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.nixl_transport import NixlTransport
+from monarch.rdma.owner_transport import OwnerTransport
 from monarch.rdma.regions import RegionTable
 from monarch.rdma.staged_transport import StagedTransport
 from monarch.rdma.tcp_transport import TcpTransport
@@ -65,6 +66,7 @@ class Manager:
         self._table: RegionTable | None = None
         self._lock = threading.Lock()
         self._tcp: TcpTransport | None = None
+        self._owner: OwnerTransport | None = None
         self._ipc: IpcTransport | None = None
         self._nixl: NixlTransport | None = None
         self.devices = DeviceService(process, self.table, self.register, CudaDevice())
@@ -78,13 +80,15 @@ class Manager:
         allowed = allowed_transports()
         if "tcp" in allowed:
             self._tcp = TcpTransport(self._process, self.table)
+            self._owner = OwnerTransport(self._process, self.table, self._tcp.borrower)
         if "nixl" in allowed:
             self._nixl = NixlTransport(self._process, self.table)
         if "ipc" in allowed:
             self._ipc = IpcTransport(self._process, self.table, TorchCuda())
         every: list[Transport | None] = [VmTransport(self.table), self._ipc, self._nixl, self._tcp]
         chosen = [transport for transport in every if transport is not None and transport.name in allowed]
-        carriers = [transport for transport in chosen if transport.name in ("cma", "tcp")]
+        chosen += [] if self._owner is None else [self._owner]
+        carriers = [transport for transport in chosen if transport.name in ("cma", "tcp", "owner")]
         return [*chosen, StagedTransport(self._process, carriers)] if carriers else chosen
 
     def table(self) -> RegionTable:
@@ -129,8 +133,8 @@ class Manager:
             case ShareStorage() if self._ipc is not None and table is not None and table.nonce == message.nonce:
                 self._ipc.on_message(message, answer)
                 return
-            case LendMemory() if table is not None and self._tcp is not None:
-                self._tcp.lend(message)
+            case LendMemory() if table is not None and self._tcp is not None and self._owner is not None:
+                (self._owner if message.by_owner else self._tcp).lend(message)
             case DropMemory() if table is not None and table.nonce == message.nonce:
                 self._take_back(table, message.generation)
             case HotMemory() if table is not None and table.nonce == message.nonce:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from monarch._base.errors import explain
+from monarch.rdma.errors import RDMAError
 from monarch.rdma.parts import Part, view_of
 
 
@@ -23,20 +25,28 @@ class MappedWeights(Mapping[str, Any]):
     def __init__(self, version: int, memory: mmap.mmap, parts: Mapping[str, Part]) -> None:
         self.version = version
         """That it was published with."""
-        self._tensors = {name: view_of(memory, part) for name, part in parts.items()}
+        self._tensors: dict[str, Any] | None = {name: view_of(memory, part) for name, part in parts.items()}
 
     def close(self) -> None:
-        """Let go of the tensors. Harmless twice."""
-        self._tensors = {}
+        """Let go of the tensors: there are none here from then on. Harmless twice."""
+        self._tensors = None
+
+    def _open(self) -> dict[str, Any]:
+        if self._tensors is None:
+            what = f"these mapped weights, version {self.version}, were closed here, with close() or at the end of `with`"
+            hint = "map them anew, weights.mapped(); or copy what is wanted for longer, tensor.clone(), before that"
+            raise RDMAError(explain(what, next=hint))
+        return self._tensors
 
     def __getitem__(self, name: str) -> Any:
-        return self._tensors[name]
+        """RDMAError when it is closed. So do all others."""
+        return self._open()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._open())
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._open())
 
     def __enter__(self) -> Self:
         return self
@@ -45,4 +55,5 @@ class MappedWeights(Mapping[str, Any]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<MappedWeights: version {self.version}, {len(self)} tensors>"
+        held = "closed" if self._tensors is None else f"{len(self._tensors)} tensors"
+        return f"<MappedWeights: version {self.version}, {held}>"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from monarch import config
 from monarch._base.ids import ProcRef
 from monarch._wire.memory_messages import AskMemory, MemoryKeys, ReleaseMemory
+from monarch.rdma.errors import TransferError
 from monarch.rdma.nixl_agent import Agent, Driver, Job, Place, Steps
 from monarch.rdma.regions import ON_DEVICE, Region, RegionTable
 
@@ -84,12 +85,19 @@ class Lent:
         done.set()
 
     def _show(self, agent: Agent, message: AskMemory) -> Steps:
-        """Register what is asked for; the metadata and the number of chunks. Thread: that of the driver."""
+        """Register what is asked for; the metadata, the number of chunks, and what can't be registered. Thread: that of the driver."""
         table = self._table()
         for address, nbytes in table.chunks()[len(self._chunks) :]:
             agent.register(address, nbytes)
             self._chunks.append((address, nbytes, 0))
-        found = [shown for generation in message.generations if (shown := self._shown.get(generation) or self._register(agent, generation))]
+        found, refused = [], []
+        for generation in message.generations:
+            try:
+                shown = self._shown.get(generation) or self._register(agent, generation)
+            except TransferError as exc:
+                refused.append((generation, exc.what))
+            else:
+                found += [] if shown is None else [shown]
         on_host = [*self._chunks[max(0, message.num_chunks) :], *[shown.place for shown in found if shown.part[2] < 0]]
         on_devices = [shown.place for shown in found if shown.part[2] >= 0]
         metadata = []
@@ -97,7 +105,7 @@ class Lent:
             metadata.append(agent.metadata(on_host, is_device=False, with_connection=message.num_chunks < 0))
         if on_devices:
             metadata.append(agent.metadata(on_devices, is_device=True, with_connection=False))
-        return tuple(metadata), len(self._chunks)
+        return tuple(metadata), len(self._chunks), tuple(refused)
         yield
 
     def _register(self, agent: Agent, generation: int) -> _Shown | None:
@@ -120,15 +128,17 @@ class Lent:
             answer(MemoryKeys(refusal=str(job.error)))
             return
         table, gone = self._table(), []
+        metadata, num_chunks, refused = job.result
         for generation in message.generations:
+            if generation in dict(refused):
+                continue
             shown = self._shown.get(generation)
             if shown is not None and table.is_live(generation):
                 shown.holders[sender.uid] = sender
             else:
                 gone.append(generation)
                 self._take_back(generation)
-        metadata, num_chunks = job.result
-        answer(MemoryKeys(metadata, num_chunks, tuple(gone)))
+        answer(MemoryKeys(metadata, num_chunks, tuple(gone), refused=refused))
 
     def on_dropped(self, region: Region) -> None:
         """A region was dropped. Thread: any."""
@@ -241,7 +251,7 @@ class Peer:
             else:
                 self.unloaded += keys.metadata
                 self.num_chunks = max(self.num_chunks, keys.num_chunks)
-            for generation in set(asked.generations) - set(keys.gone):
+            for generation in set(asked.generations) - set(keys.gone) - set(dict(keys.refused)):
                 self._holds.setdefault(generation, Hold(epoch)).epoch = epoch
 
     def release(self, generation: int, answer: Answer) -> None:

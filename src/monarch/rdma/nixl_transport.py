@@ -244,12 +244,14 @@ class NixlTransport:
             raise UnreachableError(f"the owner: {keys.refusal}")
         if keys.gone:
             raise BufferGoneError(keys.gone[0] - 1)
+        if keys.refused:
+            raise UnreachableError(f"the owner: {keys.refused[0][1]}", generations=dict(keys.refused))
 
     # --- on the thread of the driver -----------------------------------------------------------------------------
 
     def _steps(self, agent: Agent, peer: Peer, piece: Piece) -> Steps:
         self._load(agent, peer)
-        slab = self._slabs.pop() if self._slabs else _Slab(agent)
+        slab = self._slabs.pop() if self._slabs else self._new_slab(agent)
         try:
             if piece.kind == "write":
                 yield from self._check(agent, peer, piece, slab)
@@ -265,6 +267,12 @@ class NixlTransport:
                     ctypes.memmove(near, own, nbytes)
         finally:
             self._slabs.append(slab)
+
+    def _new_slab(self, agent: Agent) -> _Slab:
+        try:
+            return _Slab(agent)
+        except TransferError as exc:
+            raise UnreachableError(exc.what, next=exc.next) from exc
 
     def _load(self, agent: Agent, peer: Peer) -> None:
         if peer.nonce == self._table().nonce:
@@ -302,7 +310,7 @@ class NixlTransport:
                 near = slab.address + used
                 used += nbytes
             else:
-                near_device = self._registered_device(agent, local)
+                near_device = self._registered_device(agent, local, handle)
             far = self._far(handle)
             pairs = moves.get((not is_host, far.device >= 0)) or moves.setdefault((not is_host, far.device >= 0), _Moves())
             pairs.add(near, near_device, far.address + offset, max(far.device, 0), nbytes)
@@ -318,7 +326,7 @@ class NixlTransport:
             far = self._fars[key] = _Far(handle.address, device, entry_address, handle.entry())
         return far
 
-    def _registered_device(self, agent: Agent, local: LocalMemory) -> int:
+    def _registered_device(self, agent: Agent, local: LocalMemory, remote: Handle) -> int:
         """Have local memory registered for as long as the user has it; the number of its device."""
         device = -1 if local.device == "cpu" else int(local.device.rpartition(":")[2])
         lifetime = local.lifetime
@@ -327,7 +335,9 @@ class NixlTransport:
             try:
                 self._registered[key] = agent.register(local.address, local.nbytes, device)
             except TransferError as exc:
-                raise (exc if device < 0 else _NoDeviceError(exc.what, next=exc.next)) from exc
+                if device >= 0:
+                    raise _NoDeviceError(exc.what, next=exc.next) from exc
+                raise UnreachableError(f"memory of this process: {exc.what}", next=exc.next, generations=(remote.generation,)) from exc
             weakref.finalize(lifetime, self._driver.do_soon, partial(self._deregister, key)).atexit = False
         return max(device, 0)
 

@@ -135,6 +135,12 @@ class SharedOwner:
                 self._locks = vm.owner_locks(self.pid, self._table, self._head().lock_fd)
             return self._locks
 
+    def abandon(self) -> None:
+        """Close the descriptor only; for a fork."""
+        if self._locks is not None and self._locks.fd >= 0:
+            os.close(self._locks.fd)
+            self._locks.fd = -1
+
     def close(self) -> None:
         """The owner is gone."""
         with self._lock:

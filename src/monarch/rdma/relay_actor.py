@@ -71,6 +71,10 @@ class RelayActor(Actor):
         if relays.at(own_host()) is not None:
             self._upstreams = [*relays.before(own_host()), Source(owner, None)]
 
+    @endpoint
+    def sign(self) -> None:
+        """That it lives."""
+
     @endpoint(explicit_response_port=True)
     def newest(self, port: Port[Copy | None], nbytes: int, timeout: int) -> None:
         """A copy as new as what is published now, or newer, of which so many bytes are there; see `wait_copy`."""
@@ -102,7 +106,7 @@ class RelayActor(Actor):
             try:  # one look for all who came before it
                 published = self._upstreams[-1].newest(1, _PATIENCE_S)
             except Exception as exc:
-                self._act([Answer(guest.port, None, _told(exc)) for guest in guests])
+                self._act([Answer(guest.port, None, self._told(exc)) for guest in guests])
                 continue
             for guest in guests:
                 self._ask(Question(published.number, NOTHING, guest.nbytes), guest.port, guest.deadline_s)
@@ -115,7 +119,7 @@ class RelayActor(Actor):
                 self._fetch()
             except Exception as exc:
                 with self._lock:
-                    answers = self._relay.failed(_told(exc))
+                    answers = self._relay.failed(self._told(exc))
                 self._act(answers)
 
     def _fetch(self) -> None:
@@ -159,7 +163,7 @@ class RelayActor(Actor):
                     reads.append((end, source[asked:end].read_into(memory[asked:end], timeout=_PATIENCE_S)))
                     asked = end
                 if reads:
-                    reads[0][1].get()
+                    upstream.wait(reads[0][1])
                     done = reads.popleft()[0]
                     if done < self._copies.size:
                         self._announce(done)
@@ -171,9 +175,7 @@ class RelayActor(Actor):
                 there = now
             return self._copies.finish()
         finally:
-            for _, read in reads:  # they still write to the memory, which may be filled anew then
-                read.exception()
-            self._copies.abandon()
+            self._copies.abandon([read for _, read in reads])
 
     def _announce(self, done: int) -> None:
         """Let others read what has come. Should it have been overwritten upstream, they find that this copy never becomes whole."""
@@ -186,6 +188,13 @@ class RelayActor(Actor):
             self._lost.add(upstream.copies.owner)
             _logger.warning("weights can't be had from the relay before this one: relay=%s reason=%s", upstream.copies.owner, failure)
 
+    def _told(self, failure: Exception) -> RDMAError:
+        """What readers hear of a failure, so that they read from the owner; one that is none of a transfer is logged here."""
+        if isinstance(failure, RDMAError):
+            return self._upstreams[-1].copies.explained(failure, self._copies.newest())
+        _logger.error("a fetch of weights broke", exc_info=failure)
+        return RDMAError(f"a fetch of weights broke: {failure!r}")
+
     def __cleanup__(self, exc: Exception | None) -> None:
         self._ends.set()
         self._starts.put(False)
@@ -193,14 +202,6 @@ class RelayActor(Actor):
         for thread in self._threads:
             thread.join(_JOIN_S)
         self._copies.close()
-
-
-def _told(failure: Exception) -> RDMAError:
-    """What readers hear of a failure, so that they read from the owner; one that is none of a transfer is logged here."""
-    if isinstance(failure, RDMAError):
-        return failure
-    _logger.error("a fetch of weights broke", exc_info=failure)
-    return RDMAError(f"a fetch of weights broke: {failure!r}")
 
 
 def _all_in(guests: queue.SimpleQueue[Guest | None]) -> list[Guest]:

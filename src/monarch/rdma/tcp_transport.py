@@ -61,7 +61,8 @@ class TcpTransport:
         """The agent that knows of the table."""
         self._agents: dict[str, Connections] = {}
         """By their address, or the owner that is to be asked."""
-        self._borrower = Borrower(process)
+        self.borrower = Borrower(process)
+        """Gets connections from owners whose agents can't be dialled."""
         self._lender = Workers("monarch-rdma-lend", 1)
         self._lock = threading.Lock()
 
@@ -135,7 +136,7 @@ class TcpTransport:
         with self._lock:
             connections = self._agents.get(key)
             if connections is None:
-                dial = partial(dial_agent, self._process, agent) if agent else partial(self._borrower.dial, handle.ref)
+                dial = partial(dial_agent, self._process, agent) if agent else partial(self.borrower.dial, handle.ref)
                 connections = self._agents[key] = Connections(self._process, agent or f"the host of {key}", self.num_threads, dial)
             return connections
 
@@ -149,11 +150,11 @@ class TcpTransport:
         """Close all connections."""
         for connections in list(self._agents.values()):
             connections.close()
-        self._borrower.close()
+        self.borrower.close()
         self._lender.close(_CLOSE_S)
 
     def abandon(self) -> None:
         """See `Transport`."""
         for connections in self._agents.values():
             connections.abandon()
-        self._borrower.abandon()
+        self.borrower.abandon()

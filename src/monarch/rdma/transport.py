@@ -4,6 +4,7 @@
     ipc     GPUs of one machine, mapped by CUDA (`ipc_transport.py`)
     nixl    InfiniBand, RoCE, EFA, by a library (`nixl_transport.py`)
     tcp     anywhere else: the owner's host agent reads and writes for us (`tcp_transport.py`)
+    owner   what the kernel lets nobody touch but the owner, which serves it itself (`owner_transport.py`)
     staged  GPU memory that none of these reaches: the owner copies it to host memory, which some of these reach (`staged_transport.py`)
 
 The engine takes, per owner, the first in this order whose blob is in the handle and whose `connect` has really reached the owner, and
@@ -14,16 +15,18 @@ would put an event loop, which costs more than a small transfer, into every one 
 
 Rules of this file:
     1. Nothing here names a transport but the order.
-    2. `connect` raises `UnreachableError` for "not by this one", and `OwnerGoneError` for "by none".
+    2. `connect` and `move` raise `UnreachableError` for "not by this one", and `OwnerGoneError` for "by none".
+    3. What a transport does not lead to after all goes by the next one, and the log says so once for each owner.
 
 Read next: `engine.py`, which drives them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -33,7 +36,8 @@ from monarch.rdma.handles import Handle, device_route
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.regions import Region
 
-ORDER = ("cma", "ipc", "nixl", "tcp", "staged")
+_logger = logging.getLogger("monarch.rdma")
+ORDER = ("cma", "ipc", "nixl", "tcp", "owner", "staged")
 Kind: TypeAlias = Literal["read", "write"]
 _MOST_REMEMBERED = 4096
 """Owners whose transport is known."""
@@ -98,7 +102,7 @@ class Transport(Protocol):
         """The ops as pieces in any order; together they are the ops."""
 
     def move(self, piece: Piece, deadline_s: float) -> None:
-        """Move the bytes; TransferError and its kinds when they did not all arrive."""
+        """Move the bytes; TransferError and its kinds when they did not all arrive. Again by another one does no harm."""
 
     def forget(self, nonce: bytes) -> None:
         """The owner with this nonce is gone."""
@@ -119,14 +123,25 @@ class Choice:
         """By `Handle.route`."""
         self._nonces: dict[str, bytes] = {}
         """Of the owners in `_known`, by uid."""
+        self._diverted: dict[tuple[bytes, int], Transport] = {}
+        """For regions that the transport of their owner does not lead to, by nonce and generation."""
+        self._told: set[tuple[bytes, str]] = set()
+        """Owners, by nonce, and transports of which the log has said that they do not lead to all of it."""
 
     def known(self, handle: Handle) -> Transport | None:
         """The transport that was chosen before."""
+        if self._diverted and (diverted := self._diverted.get((handle.nonce, handle.generation))) is not None:
+            return diverted
         return self._known.get(handle.route)
+
+    def route_of(self, handle: Handle) -> Hashable:
+        """Regions of one route go by one transport."""
+        region = handle.nonce, handle.generation
+        return region if region in self._diverted else handle.route
 
     def instant(self, handle: Handle) -> Transport | None:
         """The transport that was chosen before, or one that is quickly tried; None: choosing may take a while."""
-        known = self._known.get(handle.route)
+        known = self.known(handle)
         if known is not None:
             return known if known.is_instant else None
         first = next((transport for transport in self.transports if transport.name in handle.blobs), None)
@@ -144,23 +159,59 @@ class Choice:
             UnreachableError: none leads there; the text has the reason of each.
             OwnerGoneError, DeadlineError: see `connect`.
         """
-        known = self._known.get(handle.route)
+        known = self.known(handle)
         if known is not None:
             return known
-        reasons, hint = [], ""
+        reasons, hint, refusal = [], "", None
         for transport in self.transports:
             if transport.name not in handle.blobs:
                 reasons.append(f"{transport.name}: the owner can't be reached so")
                 continue
             try:
-                return self._connect(transport, handle, deadline_s)
+                self._connect(transport, handle, deadline_s, only_region=refusal is not None)
             except UnreachableError as exc:
                 reasons.append(f"{transport.name}: {exc.what}")
                 hint = exc.next or hint
+                if exc.generations:
+                    refusal = refusal or (transport, exc)
+                continue
+            if refusal is not None:
+                self._say(*refusal, handle, transport)
+            return transport
         raise UnreachableError(f"no compatible RDMA backend for buffer ({'; '.join(reasons) or 'none is switched on'})", next=hint)
+
+    def divert(self, transport: Transport, handle: Handle, why: UnreachableError, deadline_s: float) -> Transport:
+        """The transport to use instead of one that does not lead to a region after all, now and from now on.
+
+        Args:
+            why: says what else it does not lead to. Raised when no other one does.
+        """
+        later = self.transports[self.transports.index(transport) + 1 :]
+        known = self.known(handle)
+        if known in later:
+            return known
+        for other in later:
+            if other.name in handle.blobs:
+                try:
+                    self._connect(other, handle, deadline_s, only_region=bool(why.generations))
+                except UnreachableError as exc:
+                    why.next = exc.next or why.next
+                    continue
+                self._say(transport, why, handle, other)
+                return other
+        raise why
+
+    def _say(self, transport: Transport, why: UnreachableError, handle: Handle, other: Transport) -> None:
+        if (handle.nonce, transport.name) not in self._told:
+            self._told.add((handle.nonce, transport.name))
+            which = f"buffers of {handle.ref.uid}, such as {handle.number}," if why.generations else f"buffers of {handle.ref.uid}"
+            _logger.warning("%s go by %s, because %s does not lead there: reason=%s", which, other.name, transport.name, why.what)
 
     def forget(self, nonce: bytes) -> None:
         """The owner is gone: let go of what is kept for it."""
+        for region in [region for region in self._diverted if region[0] == nonce]:
+            self._diverted.pop(region, None)
+        self._told = {pair for pair in self._told if pair[0] != nonce}
         for route in [route for route in (nonce, device_route(nonce)) if route in self._known]:
             del self._known[route]
         for transport in self.transports:
@@ -172,12 +223,16 @@ class Choice:
         if nonce is not None:
             self.forget(nonce)
 
-    def _connect(self, transport: Transport, handle: Handle, deadline_s: float) -> Transport:
+    def _connect(self, transport: Transport, handle: Handle, deadline_s: float, *, only_region: bool = False) -> Transport:
         transport.connect(handle, deadline_s)
-        if len(self._known) >= _MOST_REMEMBERED:
+        if max(len(self._known), len(self._diverted)) >= _MOST_REMEMBERED:
             self._known.clear()
+            self._diverted.clear()
             self._nonces.clear()
-        self._known[handle.route] = transport
+        if only_region:
+            self._diverted[handle.nonce, handle.generation] = transport
+        else:
+            self._known[handle.route] = transport
         self._nonces[handle.ref.uid] = handle.nonce
         return transport
 

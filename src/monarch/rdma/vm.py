@@ -6,6 +6,7 @@ Rules of this file:
     1. Reading fetches the entries, the data and the entries again in one call, in this order, and believes the data only if
        all entries are right. Writing checks the entry under the lock of its slot.
     2. One call moves at most `PIECE_BYTES` and `MAX_SPANS` spans, so nobody is long in the kernel.
+    3. Where the calls are forbidden, the files of `proc_memory.py` are tried; only where these are too, is a process out of reach.
 
 Read next: `vm_transport.py` and `data_service.py`, which call this; `regions.py` for tables and locks.
 """
@@ -22,11 +23,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from monarch.rdma import proc_memory
 from monarch.rdma.errors import BufferGoneError, OwnerGoneError, TransferError, UnreachableError
+from monarch.rdma.proc_memory import Move
 from monarch.rdma.regions import ENTRY_BYTES, HEAD, HEAD_BYTES, MAGIC, SlotLocks, open_locks
 
 PIECE_BYTES = 8 << 20
 _IOV_MAX = 1024
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 _ANOTHER = "its table of regions is gone: the process has ended, or has become another"
 MAX_SPANS = _IOV_MAX // 3
 
@@ -117,7 +121,27 @@ def read_spans(pid: int, spans: Sequence[Span]) -> None:
         expected = 2 * b"".join([span.entry for span in spans])
     moved = scratch.readv(pid, scratch.near_at, num_near, scratch.far_at, num_far, 0)
     if moved != total or scratch.seen[:wanted].tobytes() != expected:
-        raise _failure(pid, spans, moved, ctypes.get_errno())
+        number = ctypes.get_errno()
+        if moved >= 0 or number not in _FORBIDDEN:
+            raise _failure(pid, spans, moved, number)
+        _read_by_file(pid, spans)
+
+
+def _read_by_file(pid: int, spans: Sequence[Span]) -> None:
+    scratch = _own_scratch()
+    wanted, at, moves = 2 * ENTRY_BYTES * len(spans), scratch.entries_at, []
+    for local, remote, nbytes, entry_at, _, _, _ in spans:
+        moves += [Move(at, entry_at, ENTRY_BYTES), Move(local, remote, nbytes), Move(at + ENTRY_BYTES, entry_at, ENTRY_BYTES)]
+        at += 2 * ENTRY_BYTES
+    try:
+        proc_memory.read(pid, moves)
+    except TransferError as exc:
+        if not isinstance(exc, (OwnerGoneError, UnreachableError)):
+            _check_spans(pid, spans)
+        raise
+    if scratch.seen[:wanted].tobytes() != b"".join([2 * span.entry for span in spans]):
+        _check_spans(pid, spans)
+        raise BufferGoneError(spans[0].number)  # it was dropped, and the entry is another one by now; unreachable otherwise
 
 
 def _tabulate(scratch: _Scratch, spans: Sequence[Span]) -> tuple[int, int, int]:
@@ -164,7 +188,9 @@ def write_spans(pid: int, spans: Sequence[Span], locks: SlotLocks) -> None:
             except BlockingIOError:
                 raise BufferGoneError(span.number) from None
             held.append(span.slot)
-        _check_entries(pid, spans)
+        if not _check_entries(pid, spans):
+            proc_memory.write(pid, [Move(*span[:3]) for span in spans])
+            return
         scratch = _own_scratch()
         near = [word for span in spans for word in (span.local, span.nbytes)]
         far = [word for span in spans for word in (span.remote, span.nbytes)]
@@ -178,14 +204,25 @@ def write_spans(pid: int, spans: Sequence[Span], locks: SlotLocks) -> None:
             locks.let_go(slot)
 
 
-def _check_entries(pid: int, spans: Sequence[Span]) -> None:
+def _check_entries(pid: int, spans: Sequence[Span]) -> bool:
+    """Raises as `read_spans`; whether the calls are allowed."""
     scratch = _own_scratch()
     count, wanted = len(spans), ENTRY_BYTES * len(spans)
     struct.pack_into("2Q", scratch.near, 0, scratch.entries_at, wanted)
     struct.pack_into(f"{2 * count}Q", scratch.far, 0, *[word for span in spans for word in (span.entry_address, ENTRY_BYTES)])
     moved = scratch.readv(pid, scratch.near_at, 1, scratch.far_at, count, 0)
     if moved != wanted or scratch.seen[:wanted].tobytes() != b"".join([span.entry for span in spans]):
-        raise _failure(pid, spans, moved, ctypes.get_errno())
+        number = ctypes.get_errno()
+        if moved >= 0 or number not in _FORBIDDEN:
+            raise _failure(pid, spans, moved, number)
+        _check_spans(pid, spans)
+        return False
+    return True
+
+
+def _check_spans(pid: int, spans: Sequence[Span]) -> None:
+    for span in spans:
+        check_entry(pid, span.entry_address, span.entry, span.number)
 
 
 def check_entry(pid: int, entry_address: int, entry: bytes, number: int) -> None:
@@ -212,10 +249,24 @@ def peek(pid: int, places: Sequence[tuple[int, int]]) -> bytes:
     far = struct.pack(f"{2 * len(places)}Q", *[word for place in places for word in place])
     moved = _libc().process_vm_readv(pid, near, 1, far, len(places), 0)
     if moved < 0:
-        raise _refusal(pid, ctypes.get_errno()) or OwnerGoneError(_ANOTHER)
+        if ctypes.get_errno() in _FORBIDDEN:
+            return _peek_file(pid, places)
+        raise _refusal(ctypes.get_errno()) or OwnerGoneError(_ANOTHER)
     if moved != total:
         raise OwnerGoneError(_ANOTHER)
     return buffer.raw
+
+
+def _peek_file(pid: int, places: Sequence[tuple[int, int]]) -> bytes:
+    parts = [ctypes.create_string_buffer(nbytes) for _, nbytes in places]
+    moves = [Move(ctypes.addressof(part), at, nbytes) for part, (at, nbytes) in zip(parts, places, strict=True)]
+    try:
+        proc_memory.read(pid, moves)
+    except (OwnerGoneError, UnreachableError):
+        raise
+    except TransferError:
+        raise OwnerGoneError(_ANOTHER) from None
+    return b"".join([part.raw for part in parts])
 
 
 class Head(NamedTuple):
@@ -258,25 +309,19 @@ def owner_locks(pid: int, table: int, lock_fd: int) -> SlotLocks:
         raise UnreachableError(f"the owner's locks can't be opened ({exc}), so writing to it is not safe", next=hint) from None
 
 
-def _refusal(pid: int, number: int) -> TransferError | None:
-    if number == errno.ESRCH:
-        return OwnerGoneError("its process has ended")
-    if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-        hint = "the kernel (Yama's ptrace_scope), a container's seccomp profile or another user forbids it; see docs/rdma.md"
-        return UnreachableError(f"this process may not read the memory of process {pid} ({os.strerror(number)})", next=hint)
-    return None
+def _refusal(number: int) -> TransferError | None:
+    return OwnerGoneError("its process has ended") if number == errno.ESRCH else None
 
 
 def _failure(pid: int, spans: Sequence[Span], moved: int, number: int) -> TransferError:
     """Why a call did not do what it should."""
-    refusal = _refusal(pid, number) if moved < 0 else None
+    refusal = _refusal(number) if moved < 0 else None
     if refusal is not None:
         return refusal
-    for span in spans:
-        try:
-            check_entry(pid, span.entry_address, span.entry, span.number)
-        except TransferError as exc:
-            return exc
+    try:
+        _check_spans(pid, spans)
+    except TransferError as exc:
+        return exc
     if moved >= 0 and moved == sum(span.nbytes for span in spans) + 2 * ENTRY_BYTES * len(spans):
         return BufferGoneError(spans[0].number)  # it was dropped, and the entry is another one by now; unreachable otherwise
     why = os.strerror(number) if moved < 0 else f"the kernel moved {moved} bytes"

@@ -3,7 +3,7 @@
     publisher = WeightPublisher(model.state_dict(), hosts=rollout_hosts)    # on the learner, once
     weights = publisher.weights                         # a handle; send it in any message
     publisher.publish(model.state_dict(), version=7)    # after each step; nobody is told, nobody is waited for
-    version = weights.pull(rollout.state_dict())        # anywhere, at any time
+    version = weights.pull(rollout.state_dict())        # anywhere, at any time; in a coroutine: await weights.start_pull(...)
     with weights.mapped() as tensors: ...               # on a host that has them: without a copy
 
 The owner keeps versions side by side in memory of its own (`copies.py`), so training goes on in the tensors themselves.
@@ -24,13 +24,17 @@ import operator
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from monarch._base.errors import explain
+from monarch._runtime.future import Future, runs_in_loop
 from monarch.rdma.action import RDMAAction, checked_timeout
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
+from monarch.rdma.manager import own_manager
 from monarch.rdma.mapped import MappedWeights
 from monarch.rdma.parts import Part, check_known, check_same, chosen_of, copy_in, copy_out, parts_of, target_of, within
 from monarch.rdma.relay_actor import start_relays
@@ -149,13 +153,15 @@ class Weights:
         self._relays = relays
         self._sources: list[Source] = []
         """Of this process, the best first; the last is the owner. Empty before the first read."""
+        self._last = NOTHING
+        """What was read from here before."""
         self._told = ""
         """Why the log has it that the relay is not used."""
 
     def version(self, *, timeout: int = 60) -> int:
         """The version that is published now. Cost: one small one-sided read, of the owner's memory."""
         deadline_s = time.monotonic() + checked_timeout(timeout)
-        return self._use_source(self._owner, lambda *_: True, 1, deadline_s)[0].version
+        return self._use_owner(lambda *_: True, 1, deadline_s)[0].version
 
     def pull(self, into: Mapping[str, Any], *, names: Iterable[str] | None = None, timeout: int = 60) -> int:
         """Copy published weights into tensors or arrays of this process; all of one version, at least as new as `version()` is now.
@@ -176,34 +182,68 @@ class Weights:
                 several versions.
             RDMAError: the owner has ended, or closed the publisher.
         """
+        pull = self._prepared_pull(into, names, timeout)
+        if not runs_in_loop():
+            return pull()
+        text = 'Weights.pull() blocks the active event loop of this thread; write "await weights.start_pull(...)"'
+        warnings.warn(text, UserWarning, stacklevel=2)
+        pulling = self._on_worker(pull)
+        ended = threading.Event()
+        pulling._when_done(ended.set)
+        try:
+            ended.wait()  # `pull` ends at its deadline
+        finally:  # see `_read`
+            ended.wait()
+        return pulling.get()
+
+    def start_pull(self, into: Mapping[str, Any], *, names: Iterable[str] | None = None, timeout: int = 60) -> Future[int]:
+        """The same as `pull`, beginning now, on another thread: `await` it in a coroutine, or `get` it once something else is done.
+
+        Use what is in `into` when it is over, whoever waits: giving up waiting does not end it.
+
+        Raises:
+            ValueError, TypeError: as `pull`, at the call; what else can go wrong is the outcome of the future.
+        """
+        return self._on_worker(self._prepared_pull(into, names, timeout))
+
+    def _on_worker(self, pull: Callable[[], int]) -> Future[int]:
+        return own_manager().engine.run(pull, f"weights {self._owner.copies.owner}")
+
+    def _prepared_pull(self, into: Mapping[str, Any], names: Iterable[str] | None, timeout: int) -> Callable[[], int]:
+        """Check everything that can be checked now."""
+        deadline_s = time.monotonic() + checked_timeout(timeout)
         wanted = chosen_of(into, names)
         check_same(self.parts, wanted, what="pulled", partly=True)
         targets = {name: target_of(value, self.parts[name]) for name, value in wanted.items()}
 
-        def read(source: Source, copy: Copy, deadline_s: float) -> bool | None:
-            memory, done = source.copies.bytes_of(copy.slot, _left(deadline_s)), 0
-            while True:
-                action = RDMAAction()
-                for target, start, end in within(targets, self.parts, done, copy.arrived):
-                    action.read_remote(target, memory[start:end])
-                reading = action.submit(timeout=_left(deadline_s))
-                try:
-                    reading.get()
-                finally:  # after Ctrl-C it still writes to the tensors, into which somebody may pull again
-                    reading.exception()
-                now, done = source.copies.look(copy.slot, _left(deadline_s)), copy.arrived
-                if now.is_same(copy) and done == now.arrived < source.copies.size:
-                    now = source.wait_copy(Question(copy.number, copy, done + 1), _left(deadline_s))
-                if not now.is_same(copy):
-                    return None
-                if done == source.copies.size:
-                    return True
-                copy = now
+        def pull() -> int:
+            copy, _ = self._use(partial(self._read, targets), 1, deadline_s)
+            for name, value in wanted.items():
+                copy_in(targets[name], value, self.parts[name])
+            return copy.version
 
-        copy, _ = self._use(read, 1, timeout)
-        for name, value in wanted.items():
-            copy_in(targets[name], value, self.parts[name])
-        return copy.version
+        return pull
+
+    def _read(self, targets: Mapping[str, Any], source: Source, copy: Copy, deadline_s: float) -> bool | None:
+        """Fill the targets from a copy, as it comes; None: it has been overwritten meanwhile."""
+        memory, done = source.copies.bytes_of(copy.slot, _left(deadline_s)), 0
+        while True:
+            action = RDMAAction()
+            for target, start, end in within(targets, self.parts, done, copy.arrived):
+                action.read_remote(target, memory[start:end])
+            reading = action.submit(timeout=_left(deadline_s))
+            try:
+                reading.get()
+            finally:  # after Ctrl-C it still writes to the tensors, into which somebody may pull again
+                reading.exception()
+            now, done = source.copies.look(copy.slot, _left(deadline_s)), copy.arrived
+            if now.is_same(copy) and done == now.arrived < source.copies.size:
+                now = source.wait_copy(Question(copy.number, copy, done + 1), _left(deadline_s))
+            if not now.is_same(copy):
+                return None
+            if done == source.copies.size:
+                return True
+            copy = now
 
     def mapped(self, *, names: Iterable[str] | None = None, timeout: int = 60) -> MappedWeights:
         """The published weights themselves, in the memory of the owner or of the relay of this host, as read-only tensors or arrays.
@@ -222,6 +262,7 @@ class Weights:
 
         Cost: 0.5 ms, whatever the size, and the page faults of what is looked at. To a GPU it is one copy: `load_state_dict(mapped)`.
         """
+        deadline_s = time.monotonic() + checked_timeout(timeout)
         parts = self.parts if names is None else dict.fromkeys(names)
         check_known(self.parts, parts)
 
@@ -232,16 +273,15 @@ class Weights:
                 raise UnavailableError(explain(what, where=source.copies.owner, next=hint))
             return source.copies.map(copy, _left(deadline_s))
 
-        copy, memory = self._use(lease, self._owner.copies.size, timeout)
+        copy, memory = self._use(lease, self._owner.copies.size, deadline_s)
         return MappedWeights(copy.version, memory, {name: self.parts[name] for name in parts})
 
-    def _use(self, use: Use[T], nbytes: int, timeout: int) -> tuple[Copy, T]:
+    def _use(self, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
         """Do something with a copy that is new enough and of which `nbytes` are there, until it has been there all the time.
 
         Args:
             use: gives None when it has not.
         """
-        deadline_s = time.monotonic() + checked_timeout(timeout)
         sources = self._own_sources()
         if len(sources) > 1:
             try:
@@ -254,13 +294,20 @@ class Weights:
                 if str(exc) != self._told:
                     self._told = str(exc)
                     _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
-        return self._use_source(self._owner, use, nbytes, deadline_s)
+        return self._use_owner(use, nbytes, deadline_s)
+
+    def _use_owner(self, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
+        try:
+            return self._use_source(self._owner, use, nbytes, deadline_s)
+        except RDMAError as exc:
+            raise self._owner.copies.explained(exc, self._last) from exc.__cause__
 
     def _use_source(self, source: Source, use: Use[T], nbytes: int, deadline_s: float) -> tuple[Copy, T]:
         while True:
             copy = source.newest(nbytes, _left(deadline_s))
             used = use(source, copy, deadline_s) if copy != NOTHING else None
             if used is not None:
+                self._last = copy
                 return copy, used
             if time.monotonic() >= deadline_s:
                 hint = "publish less often, or with more copies: WeightPublisher(..., copies=3)"

@@ -23,8 +23,9 @@ from monarch._mounts.chain import CHUNK_BYTES as CBC_CHUNK
 from monarch._mounts.chain import STREAMS as CBC_STREAMS
 from monarch._mounts.chain_actors import FUSEActor, RemoteMountLeader
 from monarch._mounts.index import BIG_FILE_THRESHOLD, BLOCK_SIZE, build_index, code_blocks, materialise_block
-from monarch._mounts.mount_actor import Mode, MountActor, MountStatistics
+from monarch._mounts.mount_actor import SUBDIR, Mode, MountActor, MountStatistics
 from monarch._mounts.mounting import machine, prepare_mount_point
+from monarch._mounts.source import root_of
 from monarch._mounts.source_actor import SourceActor, Version
 from monarch.actor import Actor, Future, HostMesh, ProcMesh, endpoint, this_host
 
@@ -104,6 +105,7 @@ class MountHandler:
         """
         if self._procs:
             raise RuntimeError(explain("this mount is open already", next="close() it first, or refresh() it"))
+        root_of(self._source_path)
         self._is_behind = False
         try:
             self._open()
@@ -119,8 +121,9 @@ class MountHandler:
         source = source_procs.spawn("source", SourceActor, self._source_path)
         self._source = source.flatten("rank").slice(rank=0)
         self._mounts = procs.spawn("mount", MountActor, self._source)
-        version: Version = self._source.scan.call_one().get()
         origin = os.path.realpath(self._source_path), machine()
+        self._cover(*origin)
+        version: Version = self._source.scan.call_one().get()
         mounted = self._mounts.mount.call(self._mounts, self._target_path, version.snapshot, self._mode, self._ahead_bytes, origin)
         complete = self._mounts.wait_code.call()
         mounted.get()
@@ -129,6 +132,13 @@ class MountHandler:
             text = "%s is copied to every host, not mounted: changes on a host stay there until a file changes here"
             _logger.info(text, self._target_path)
             self._mounts.copy.call().get()
+
+    def _cover(self, source: str, own_machine: str) -> None:
+        """Leave out what is below mount points that are in the source itself; hosts are asked only if there may be some."""
+        parent = os.path.realpath(os.path.dirname(self._target_path.partition(SUBDIR)[0]))
+        if f"{parent.rstrip('/')}/".startswith(f"{source.rstrip('/')}/"):
+            places = self._mounts.place.call(self._target_path).get().values()
+            self._source.cover.call_one([path for path, where in places if where == own_machine]).get()
 
     def refresh(self, sourcepath: str | None = None) -> None:
         """Make what has changed at the source be seen on every host: each file whole, all of them at once.
@@ -141,6 +151,7 @@ class MountHandler:
 
         Raises:
             RuntimeError: it is not open.
+            ActorError: of an OSError: the source is not there any more, or can't be read.
             SupervisionError: a host has ended; the others show the new version.
 
         Cost: a look at every file; what has not changed does not move.
