@@ -78,6 +78,28 @@ def test_views_may_end_in_the_collector_and_on_any_thread():
     assert 0 < free_bytes() <= MOST_FREE_BYTES
 
 
+def test_a_finaliser_of_a_cycle_still_has_its_bytes_and_may_keep_them():
+    kept = []
+
+    class Batch:
+        def __init__(self):
+            self.view, self.cycle = reused(MIB), self
+            self.view[:] = b"a" * MIB
+
+        def __del__(self):
+            other = reused(MIB)
+            other[:] = b"b" * MIB
+            kept.append(self)
+
+    Batch()
+    gc.collect()
+    assert kept[0].view == b"a" * MIB and free_bytes() == MIB
+    address = address_of(kept[0].view)[0]
+    kept[0].cycle = None
+    kept.clear()
+    assert free_bytes() == 2 * MIB and address in [address_of(view)[0] for view in (reused(MIB), reused(MIB))]
+
+
 def test_no_bytes_are_no_memory():
     with pytest.raises(ValueError, match="no memory of 0 bytes"):
         reused(0)

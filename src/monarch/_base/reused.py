@@ -9,6 +9,7 @@ Fresh pages cost several times as much as a copy into them: the kernel finds, cl
 Rules of this file:
     1. No lock: views end anywhere, also in the middle of what is done here. Lists are taken from and added to in one step.
     2. What is free stays below `MOST_FREE_BYTES` for the whole process.
+    3. Pages are free when nobody can reach them any more, finalisers of a reference cycle included (`tokens.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+
+from monarch._base.tokens import new_token
 
 MOST_BYTES = 32 << 20
 """Of one view; a longer one is not kept for the next."""
@@ -59,7 +62,8 @@ def reused(size: int) -> memoryview:
     except IndexError:
         pages = _new(capacity)
     exporter = _kind(capacity).from_buffer(pages)
-    weakref.finalize(exporter, _giver(free), pages).atexit = False
+    exporter.token = new_token()
+    weakref.finalize(exporter.token, _giver(free), pages).atexit = False
     return memoryview(exporter).cast("B")[:size]
 
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from monarch._base.buffers import exported
 from monarch._base.errors import InternalError
+from monarch._base.tokens import new_token
 
 ALIGNMENT = 64
 """Every buffer of a segment starts at a multiple of this: a cache line, and enough for any element type."""
@@ -369,7 +370,7 @@ class _Mapping:
     def lend(self, segment_id: int, on_release: Callable[[int], None]) -> Any:
         """An array over the pages; `on_release` is called when nothing refers to it any more."""
         whole = _array_type(self.size).from_address(self.address)
-        token = whole.lease = _TOKEN.replace()
+        token = whole.lease = new_token()
         number = next(_lease_ids)
         _leases[number] = _Lease(token, number, self, segment_id, on_release)
         return whole
@@ -381,12 +382,7 @@ class _Mapping:
 
 
 class _Lease(weakref.ref[Any]):
-    """Ends when its token is gone, which an array over mapped memory holds.
-
-    The token is a code object: the one builtin type that has weak references and that the collector does not track. A weak
-    reference to the array, or a `__del__`, fires for an array in a reference cycle before the finalisers of the cycle have
-    run, and these may still read the array, or keep it. A token goes when the array is really torn down.
-    """
+    """Ends when its token is gone, which an array over mapped memory holds (`_base/tokens.py`)."""
 
     __slots__ = ("mapping", "number", "on_release", "pid", "segment_id")
 
@@ -401,7 +397,6 @@ class _Lease(weakref.ref[Any]):
         self.pid = os.getpid()
 
 
-_TOKEN: CodeType = compile("", "<lease>", "exec")
 _leases: dict[int, _Lease] = {}
 """By number. Holds the mappings, so that no reference cycle can take one down before the arrays over it."""
 _lease_ids = itertools.count(1)
