@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import logging
 import os
 import random
 import socket
+import sys
 import threading
 from collections import deque
 
 import pytest
 
 from monarch._base.ids import ProcRef
-from monarch._net import session_link
+from monarch._net import kept_frame, session_link, stream
+from monarch._net.kept_frame import LONG_BYTES
 from monarch._net.loop import NetLoop
 from monarch._net.session_link import SessionLink
 from monarch._net.stream import PEER_CLOSED
-from monarch._wire.frames import MAX_CALL_HEADER_BYTES, MAX_HEADER_BYTES, PREFIX, Flag, FrameError, Kind, encode
+from monarch._wire.frames import MAX_CALL_HEADER_BYTES, MAX_HEADER_BYTES, PREFIX, Decoder, Flag, FrameError, Kind, encode
 from net.wires import on_loop
 
 WAIT_S = 10.0
@@ -407,3 +410,101 @@ def test_the_decoder_of_a_link_between_hosts_refuses_memory_of_its_peer():
         decoder.space()[: len(announced)] = announced
         with pytest.raises(FrameError, match="shared memory"):
             decoder.received(len(announced))
+
+
+# --- long frames -----------------------------------------------------------------------------------------------------
+
+LONG = bytes(LONG_BYTES)
+PLACES = (session_link.__file__, kept_frame.__file__, stream.__file__)
+
+
+def decoded(sock, number):
+    """The ports of the next frames."""
+    decoder, ports = Decoder(NO_LIMIT), []
+    while len(ports) < number:
+        ports += [frame.port for frame in decoder.received(sock.recv_into(decoder.space()))]
+    return ports
+
+
+class Pieces(list):
+    """Pieces of a frame, in the middle of whose copying something else is sent, as finalisers do."""
+
+    def __init__(self, pieces, also):
+        super().__init__(pieces)
+        self.also = also
+
+    def __iter__(self):
+        yield from super().__iter__()
+        if sys._getframe(1).f_code.co_filename == kept_frame.__file__:
+            self.also()
+
+
+@pytest.mark.parametrize("other", [b"", LONG], ids=["short", "long"])
+def test_what_a_finaliser_sends_during_a_long_frame_follows_it(greeted, other):
+    end, theirs = greeted
+
+    def send():
+        with end.link._lock:
+            end.link.send(Pieces(encode(Kind.CALL, b"", LONG, port=1), lambda: end.link.send(encode(Kind.CALL, b"", other, port=2))))
+            end.link.send(encode(Kind.CALL, b"", b"", port=3))
+
+    end.loop.call_soon(send)
+    assert decoded(theirs, 3) == [1, 2, 3]
+    theirs.sendall(frame(Kind.ACK, port=3) + frame(Kind.CALL, port=9))
+    assert end.wait_ports(1) == [9]
+
+
+class Interrupts:
+    """Ctrl-C at the n-th place where the interpreter looks for it: behind a call of C, and at the beginning of a function."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, python_frame, event, _):
+        if python_frame.f_code.co_filename in PLACES and event in ("call", "c_return"):
+            self.left -= 1
+            if not self.left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("nbytes", [LONG_BYTES, 9 << 20])
+def test_ctrl_c_in_a_long_frame_leaves_a_session_that_goes_on(loop, nbytes):
+    for number in itertools.count(1):
+        end = End(loop)
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(WAIT_S)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        end.attach(ours)
+        theirs.sendall(HELLO)
+        end.wait_ports(1)
+        theirs.recv(len(HELLO))
+        interrupts, was_accepted = Interrupts(number), True
+        before = sys.getprofile()
+        try:
+            sys.setprofile(interrupts)
+            end.link.send(encode(Kind.CALL, b"", bytearray(nbytes), port=1))
+        except KeyboardInterrupt:
+            was_accepted = False
+        finally:
+            sys.setprofile(before)
+        end.link.send(encode(Kind.CALL, b"", b"", port=2))
+        received, decoder = [], Decoder(NO_LIMIT)
+        while 2 not in received:
+            count = theirs.recv_into(decoder.space())
+            if not count:
+                theirs.close()
+                ours, theirs = socket.socketpair()
+                theirs.settimeout(WAIT_S)
+                end.attach(ours)
+                theirs.sendall(frame(Kind.CONTROL, header=b"hello", port=len(received)))
+                assert theirs.recv(len(HELLO)) == HELLO
+                decoder = Decoder(NO_LIMIT)
+                continue
+            received += [frame.port for frame in decoder.received(count)]
+        assert received == [1, 2] or (received == [2] and not was_accepted), (number, received)
+        assert end.link.closed is None
+        on_loop(loop, end.link.close, "over")
+        theirs.close()
+        if interrupts.left > 0:
+            return

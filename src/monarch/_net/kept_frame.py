@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from monarch._base.reused import is_settled, reused
+from monarch._base.reused import is_settled, reused, settle
 from monarch._wire.frames import Buffer
 
 LONG_BYTES = 512 << 10
@@ -40,7 +40,7 @@ class KeptFrame:
         for view in views:
             if _stays(view):
                 if fill:
-                    yield self._add(space[:fill])
+                    yield self._add(settle(space[:fill]))
                     space, fill = space[fill:], 0
                 yield self._add(view)
                 continue
@@ -48,7 +48,7 @@ class KeptFrame:
             while len(rest):
                 if fill == len(space):
                     if fill:
-                        yield self._add(space)
+                        yield self._add(settle(space))
                     space, fill = reused(min(left, _CHUNK_BYTES)), 0
                 count = min(len(rest), len(space) - fill)
                 space[fill : fill + count] = rest[:count]
@@ -56,7 +56,7 @@ class KeptFrame:
                 left -= count
                 rest = rest[count:]
         if fill:
-            yield self._add(space[:fill])
+            yield self._add(settle(space[:fill]))
 
     def _add(self, view: memoryview) -> memoryview:
         self.pieces.append(view)

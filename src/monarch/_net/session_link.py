@@ -108,6 +108,8 @@ class SessionLink(Link):
         """How many frames of the session have gone into the connection."""
         self._paused = False
         """It has stopped reading, because it is clogged."""
+        self._behind: list[bytes] | None = None
+        """Frames that finalisers have sent while a long one is being copied, which they follow; None: none is."""
         self._number = 0
         """What `_written` becomes once the frame under way is with the kernel or in the outbox; 0: it is no part of the session."""
 
@@ -272,6 +274,9 @@ class SessionLink(Link):
             raise FrameError(f"the peer has received {received} frames, but {written} were sent")
 
     def _write(self, pieces: list[Buffer], fd: int) -> None:
+        if self._behind is not None:
+            self._behind.append(b"".join(pieces))
+            return
         if sum(map(len, pieces)) >= LONG_BYTES:
             self._write_long(pieces)
             return
@@ -288,29 +293,42 @@ class SessionLink(Link):
         self._transmit(sock, [data], -1)
 
     def _write_long(self, pieces: list[Buffer]) -> None:
-        """Copy a long frame, and let the kernel take what is copied while the rest is."""
+        """Copy a long frame, and let the kernel take what is copied while the rest is.
+
+        Its last piece leaves once the frame is kept: the peer never has one that does not count.
+        """
         outgoing, frame, sock = self._outgoing, KeptFrame(), self._socket
         may_flow = self._flowing and not (self._busy or self._outbox or self._sent) and self._written == outgoing.sent
         waiting: deque[Buffer] = deque()
-        self._busy, done = True, False
+        was_busy, done = self._busy, False
+        self._behind, self._busy = [], True
         try:
             for piece in frame.copy(pieces):
                 if may_flow and sock is not None:
-                    waiting.append(piece)
                     may_flow = self._push(sock, waiting)
+                    waiting.append(piece)
             outgoing.keep(frame)
-            if may_flow:
-                self._written = outgoing.sent
-                self._outbox.extend((piece, -1) for piece in waiting)
-                self._outbox_bytes += sum(map(len, waiting))
+            if may_flow and sock is not None:
+                self._finish_long(sock, waiting)
             done = True
         finally:
-            self._busy = False
+            behind, self._behind, self._busy = self._behind, None, was_busy
             if not done and may_flow:  # Ctrl-C: nobody knows what has left, so the next connection begins with what the peer has
                 self._flowing = False
                 self._loop.call_soon(self._on_broken, "a send was interrupted")
+            for data in behind:
+                outgoing.keep(data)
         if self._flowing:
             self._want_flush()
+
+    def _finish_long(self, sock: socket.socket, waiting: deque[Buffer]) -> None:
+        if len(waiting) == 1:
+            self._number = self._written + 1
+            self._transmit(sock, [waiting[0]], -1)
+        else:
+            self._written += 1
+            self._outbox.extend((piece, -1) for piece in waiting)
+            self._outbox_bytes += sum(map(len, waiting))
 
     def _push(self, sock: socket.socket, waiting: deque[Buffer]) -> bool:
         """Send what waits as far as the kernel takes it; False: the connection is broken, and the frame goes out on the next one."""

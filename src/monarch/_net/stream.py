@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from monarch._base.ids import ProcRef
+from monarch._base.reused import is_settled
 from monarch._net.loop import BROKEN, READ, WRITE, NetLoop, this_turn
 from monarch._wire import messages
 from monarch._wire.frames import Buffer, Decoder, Flag, Frame, FrameError, Kind, encode
@@ -471,7 +472,7 @@ def _rest_of(pieces: list[Buffer], count: int) -> Buffer:
     """What follows the first `count` bytes; copied, unless it can't change."""
     for index, piece in enumerate(pieces):
         if count < len(piece):
-            if index == len(pieces) - 1 and type(piece) is bytes:
+            if index == len(pieces) - 1 and is_settled(memoryview(piece)):
                 return memoryview(piece)[count:]
             return b"".join((memoryview(piece)[count:], *pieces[index + 1 :]))
         count -= len(piece)
