@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 
 import pytest
 from hypothesis import given
@@ -100,24 +101,59 @@ def test_bytes_are_the_same_and_lie_in_huge_pages_afterwards():
     ranges = list(scattered(memory.address, memory.nbytes))
     assert len(ranges) >= 6
 
-    def is_wanted():
+    def find():
         asked.append(num_huge_kib(ranges[0]))
-        if len(asked) == len(ranges):
+        if len(asked) > len(ranges):
             last.set()
-        return True
+        return memory
 
-    made.put_under(memory, is_wanted)
+    made.put_under(find)
     assert last.wait(WAIT_S)
     made.close()
     assert num_huge_kib(ranges[0]) - asked[0] >= 2048 and data == before
 
 
 @on_huge_pages
-def test_it_ends_when_nobody_wants_it_any_more():
+def test_it_ends_when_the_memory_is_gone_and_pins_none_that_waits_for_its_turn():
     data = bytearray(b"x") * (16 * MIB)
-    memory, asked = memory_of(data), threading.Event()
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    asked = []
+
+    def find():
+        asked.append(1)
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return memory_of(data) if len(asked) == 1 else None
+
     made = HugePages()
-    made.put_under(memory, lambda: asked.set() and None)
-    assert asked.wait(WAIT_S)
+    made.put_under(find)
+    assert begun.wait(WAIT_S)
+    regions = {1: memory_of(bytearray(16 * MIB))}
+    second = weakref.ref(regions[1])
+    made.put_under(lambda: regions.get(1))
+    made.put_under(lambda: ended.set() and None)
+    regions.clear()
+    assert second() is None
+    go_on.set()
+    assert ended.wait(WAIT_S) and len(asked) == 2
     made.close()
-    made.put_under(memory, lambda: pytest.fail("it is closed"))
+    made.put_under(lambda: pytest.fail("it is closed"))
+
+
+@on_huge_pages
+def test_what_waits_when_it_is_closed_is_not_begun():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def find():
+        begun.set()
+        assert go_on.wait(WAIT_S)
+
+    made, begun_late = HugePages(), []
+    made.put_under(find)
+    assert begun.wait(WAIT_S)
+    for _ in range(1000):
+        made.put_under(lambda: begun_late.append(1))
+    made._closed.set()
+    go_on.set()
+    made.close()
+    assert not begun_late and not made._worker._work

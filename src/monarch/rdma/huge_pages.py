@@ -74,31 +74,31 @@ class HugePages:
         self._worker = Workers("monarch-rdma-pages", 1)
         self._closed = threading.Event()
 
-    def put_under(self, memory: LocalMemory, is_wanted: Callable[[], bool]) -> None:
+    def put_under(self, find: Callable[[], LocalMemory | None]) -> None:
         """Do it soon.
 
         Args:
-            is_wanted: asked before each 2 MiB; False ends it.
+            find: gives the memory, before each 2 MiB; None ends it. What waits for its turn pins no memory.
         """
-        if self._closed.is_set() or memory.device != "cpu" or not is_possible():
+        if self._closed.is_set() or not is_possible():
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started: then not
-            self._worker.start_task(lambda: self._put(memory, is_wanted))
+            self._worker.start_task(lambda: self._put(find))
 
-    def _put(self, memory: LocalMemory, is_wanted: Callable[[], bool]) -> None:
+    def _put(self, find: Callable[[], LocalMemory | None]) -> None:
+        memory = None if self._closed.is_set() else find()
+        if memory is None or memory.device != "cpu":
+            return
         try:
-            self._collapse(memory, is_wanted)
+            for address in scattered(memory.address, memory.nbytes):
+                began = time.monotonic()
+                if find() is None:
+                    return
+                _libc().madvise(address, HUGE_BYTES, _MADV_COLLAPSE)
+                if self._closed.wait(time.monotonic() - began):
+                    return
         except OSError as exc:  # descriptors have run out, or this process may not look at itself
             _logger.debug("pages stay small: bytes=%d reason=%s", memory.nbytes, exc)
-
-    def _collapse(self, memory: LocalMemory, is_wanted: Callable[[], bool]) -> None:
-        for address in scattered(memory.address, memory.nbytes):
-            began = time.monotonic()
-            if not is_wanted():
-                return
-            _libc().madvise(address, HUGE_BYTES, _MADV_COLLAPSE)
-            if self._closed.wait(time.monotonic() - began):
-                return
 
     def close(self) -> None:
         """Stop after the 2 MiB that it is at."""

@@ -151,9 +151,11 @@ class Manager:
                 transport.deregister(region)
 
     def _put_on_huge_pages(self, table: RegionTable, generation: int) -> None:
-        region = table.find(generation)
-        if region is not None:
-            self._huge_pages.put_under(region.memory, lambda: table.is_live(generation))
+        def find() -> LocalMemory | None:
+            region = table.find(generation)
+            return None if region is None else region.memory
+
+        self._huge_pages.put_under(find)
 
     # --- as a holder of handles ----------------------------------------------------------------------------------
 
