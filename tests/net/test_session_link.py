@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -452,6 +453,48 @@ def test_what_a_finaliser_sends_during_a_long_frame_follows_it(greeted, other):
     assert decoded(theirs, 3) == [1, 2, 3]
     theirs.sendall(frame(Kind.ACK, port=3) + frame(Kind.CALL, port=9))
     assert end.wait_ports(1) == [9]
+
+
+class Weak(socket.socket):
+    """Takes so many messages whole, and has no memory for the next one."""
+
+    takes = -1
+
+    def sendmsg(self, pieces, *args):
+        if self.takes < 0:
+            return super().sendmsg(pieces, *args)
+        self.takes -= 1
+        if self.takes < 0:
+            raise OSError(errno.ENOBUFS, "no buffer space")
+        return sum(map(len, pieces))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_long_frame_that_a_connection_did_not_take_leaves_whole_on_the_next_one(loop, number):
+    end = End(loop)
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(WAIT_S)
+    weak = Weak(fileno=ours.detach())
+    end.attach(weak)
+    theirs.sendall(HELLO)
+    end.wait_ports(1)
+    weak.takes = number
+
+    def send():
+        end.link._want_flush()
+        for port in (1, 2):
+            end.link.send(encode(Kind.CALL, b"", bytearray(9 << 20), port=port))
+
+    on_loop(loop, send)
+    assert theirs.recv(len(HELLO)) == HELLO and theirs.recv(1) == b"", "nothing follows a part"
+    theirs.close()
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(WAIT_S)
+    end.attach(ours)
+    theirs.sendall(HELLO)
+    assert theirs.recv(len(HELLO)) == HELLO and decoded(theirs, 2) == [1, 2]
+    on_loop(loop, end.link.close, "over")
+    theirs.close()
 
 
 class Interrupts:

@@ -277,8 +277,9 @@ class SessionLink(Link):
         if self._behind is not None:
             self._behind.append(b"".join(pieces))
             return
-        if sum(map(len, pieces)) >= LONG_BYTES:
-            self._write_long(pieces)
+        size = sum(map(len, pieces))
+        if size >= LONG_BYTES:
+            self._write_long(pieces, size)
             return
         outgoing = self._outgoing
         data = b"".join(pieces)
@@ -292,7 +293,7 @@ class SessionLink(Link):
         self._number = outgoing.sent
         self._transmit(sock, [data], -1)
 
-    def _write_long(self, pieces: list[Buffer]) -> None:
+    def _write_long(self, pieces: list[Buffer], size: int) -> None:
         """Copy a long frame, and let the kernel take what is copied while the rest is.
 
         Its last piece leaves once the frame is kept: the peer never has one that does not count.
@@ -305,8 +306,8 @@ class SessionLink(Link):
         try:
             for piece in frame.copy(pieces):
                 if may_flow and sock is not None:
-                    may_flow = self._push(sock, waiting)
                     waiting.append(piece)
+                    may_flow = len(frame) == size or self._push(sock, waiting)
             outgoing.keep(frame)
             if may_flow and sock is not None:
                 self._finish_long(sock, waiting)
@@ -323,8 +324,9 @@ class SessionLink(Link):
 
     def _finish_long(self, sock: socket.socket, waiting: deque[Buffer]) -> None:
         if len(waiting) == 1:
-            self._number = self._written + 1
+            self._number = number = self._written + 1
             self._transmit(sock, [waiting[0]], -1)
+            self._flowing = self._written == number  # or the connection is broken: the frame leaves whole on the next one
         else:
             self._written += 1
             self._outbox.extend((piece, -1) for piece in waiting)
