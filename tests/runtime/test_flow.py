@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch._net.loop import this_turn
 from monarch._runtime.flow import Flow, open_gate
 
 WAIT_S = 10.0
@@ -100,6 +101,18 @@ def test_a_sender_that_others_wait_for_does_not_wait():
     flow.credit(KEY, 100)
     assert not sender.done.is_set()  # what did not wait counts as well
     flow.credit(KEY, 1)
+    sender.join()
+
+
+@pytest.mark.parametrize(("name", "value"), [("sending", True), ("wake_ups", [])])
+def test_a_finaliser_in_the_middle_of_a_send_or_on_the_net_loop_does_not_wait(monkeypatch, name, value):
+    flow = Flow(100)
+    spend(flow, 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(this_turn, name, value)
+        spend(flow, 50)
+    sender = waiting(flow, 10)
+    flow.credit(KEY, 250)
     sender.join()
 
 

@@ -59,6 +59,11 @@ class _Turn(threading.local):
     sending = False
     """A frame is on its way into a link: whatever waits for a reply now waits for ever."""
 
+    @property
+    def may_wait(self) -> bool:
+        """False for finalisers that run in the middle of a send, or of what the net loop does: nothing comes meanwhile."""
+        return not self.sending and self.wake_ups is None
+
 
 this_turn = _Turn()
 

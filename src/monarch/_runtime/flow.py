@@ -3,8 +3,9 @@
 Every (receiving proc, actor) has a window of bytes that this process may have sent and the actor not yet handled. A
 sender beyond it waits on its own thread for the receiver's credit.
 
-Two exceptions keep it free of deadlocks: an actor that others wait for does not wait itself (a circle of actors that
-send to each other would otherwise stand still), and an actor never waits for its own process. Within such a circle
+Three exceptions keep it free of deadlocks: an actor that others wait for does not wait itself (a circle of actors that
+send to each other would otherwise stand still), an actor never waits for its own process, and a finaliser does not wait
+that runs in the middle of a send, or on the net loop: its thread is the one by which the credit would come. In these cases
 memory may grow.
 
 What is cast to many at once is accounted for once: the windows of its receivers have a `Share`, whose bytes count as theirs.
@@ -19,6 +20,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+
+from monarch._net.loop import this_turn
 
 MESSAGE_OVERHEAD_BYTES = 256
 """What an empty message counts as."""
@@ -172,7 +175,7 @@ class Flow:
             return share
 
     def _wait(self, window: Window, may_wait: Callable[[], bool], on_wait: Callable[[Any], None]) -> None:
-        while may_wait():
+        while this_turn.may_wait and may_wait():
             gate = _thread.allocate_lock()
             gate.acquire()
             with window.lock:
