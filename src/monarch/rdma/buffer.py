@@ -49,16 +49,7 @@ class RDMABuffer:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(data, torch.Tensor) and data.is_cuda:
             _check_cuda_allocator()
-        backend = get_rdma_backend()
-        if backend == "none":
-            hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
-            raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
-        if backend == "tcp":
-            text = (
-                "no RDMA device: buffers are copied by the kernel on one host, and travel by TCP between hosts; with "
-                "monarch.configure(rdma_allow_tcp_fallback=False) they are refused instead"
-            )
-            warnings.warn(text, RDMATcpFallbackWarning, stacklevel=2)
+        check_fallback(warn_at=2)
         memory = memory_of(data)
         if not memory.nbytes:
             raise ValueError("Cannot create RDMABuffer with size 0.")
@@ -164,6 +155,24 @@ def _publish(memory: LocalMemory) -> Handle:
     except Exception as exc:
         _logger.error("Failed to create buffer of %d bytes: %s", memory.nbytes, exc)
         raise
+
+
+def check_fallback(*, warn_at: int) -> None:
+    """RuntimeError where nothing may be published for want of a network card; a warning where it is published all the same.
+
+    Args:
+        warn_at: where the warning points, as a `stacklevel` of the caller; 0: there is none.
+    """
+    backend = get_rdma_backend()
+    if backend == "none":
+        hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
+        raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
+    if backend == "tcp" and warn_at:
+        text = (
+            "no RDMA device: buffers are copied by the kernel on one host, and travel by TCP between hosts; with "
+            "monarch.configure(rdma_allow_tcp_fallback=False) they are refused instead"
+        )
+        warnings.warn(text, RDMATcpFallbackWarning, stacklevel=warn_at + 1)
 
 
 def has_expandable_segments() -> bool:
