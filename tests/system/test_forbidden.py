@@ -67,7 +67,9 @@ ENDS = """
     import monarch.actor
     monarch.actor.unhandled_fault_hook = lambda failure: None
     os.kill(owner.pid.call_one().get(20), signal.SIGKILL)
-    print(reader.failure.call_one(buffers[1]).get(20).count("the owner of the buffer is gone"), flush=True)
+    text = reader.failure.call_one(buffers[1]).get(20)
+    print(text.count("the owner of the buffer is gone"), flush=True)
+    print(text, flush=True)
     attach_to_workers(ca="trust_all_connections", workers=[address]).shutdown().get(20)
     loop.get(20)
 """
