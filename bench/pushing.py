@@ -11,7 +11,8 @@ quarter of the large files: on one machine, the processors are what all hosts sh
     direct_big, direct_small  GiB/s and files/s of a reader of the source itself, and direct_stat: ms of a `stat` of every file there
     *_of_copy                 the same as a multiple of raw_copy in the same round
     big_cold, big_warm        GiB/s of the first and second reader, once all bytes are there
-    small_cold, small_warm    files/s of the same
+    small_cold, small_warm    files/s of the same. As root the kernel reads the large files itself, and then asks for each opening
+    only_small_*              the same small files without large ones, so that none of them is opened
     refresh_nothing           ms of a refresh() when nothing has changed
     refresh_edited            ms of one after a small file was edited; refresh_one_of_each: and 1 MiB of a large one
     close                     ms
@@ -83,7 +84,17 @@ def client(source: str, point: str, hosts: Sequence[str], prefix: str) -> None:
         began = now()
         mount.close()
         out(name("close"), (now() - began) * 1000, "ms")
+    if not hosts:
+        _only_small(lambda source: remotemount(mesh, source, point), point, name)
     mesh.stop().get(timeout=WAIT_S) if hosts else None
+
+
+def _only_small(mounted: Callable[[str], Any], point: str, name: Callable[[str], str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="bench-mounts-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as source:
+        folders.make(source, 0)
+        with _opened(mounted(source), ""):
+            for pace in ("cold", "warm"):
+                out(name(f"only_small_{pace}"), folders.read_small(point), "files/s")
 
 
 @contextmanager

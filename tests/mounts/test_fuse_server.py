@@ -12,7 +12,8 @@ import pytest
 
 from monarch._base.errors import InternalError
 from monarch._mounts.filesystem import LIVE, PUSHED, Attr, Entry, Opened
-from monarch._mounts.fuse_protocol import CHANGES, Opcode
+from monarch._mounts.fuse_calls import OpenCall
+from monarch._mounts.fuse_protocol import CHANGES, Header, Opcode
 from monarch._mounts.fuse_server import End, FuseServer
 from mounts.kernel import WAIT_S, Kernel
 from mounts.trees import Parked, Tree
@@ -114,6 +115,37 @@ def test_an_opened_file_is_read_by_its_handle_and_released(rig):
     assert it.kernel.ask(Opcode.RELEASE, node, struct.pack("=QIIQ", node + 1000, 0, 0, 0)) == (0, b"")
     it.kernel.ask(Opcode.STATFS)
     assert it.tree.released == [node + 1000]
+
+
+OPENED = struct.Struct("=QIi")
+RELEASE = struct.Struct("=QIIQ")
+
+
+def test_the_bytes_of_a_small_file_come_before_the_answer_to_its_first_opening(rig):
+    it = rig(passthrough=True)
+    node = it.node("/a")
+    it.tree.given = {node}
+    for _ in range(2):
+        first = it.kernel.send(Opcode.OPEN, node, bytes(8))
+        assert it.kernel.notice() == (-4, struct.pack("=QQII", node, 0, 5000, 0) + b"alpha" * 1000)
+        assert first not in it.kernel.early, "answered before"
+        assert it.kernel.reply(first) == (0, OPENED.pack(node + 1000, 2, 0))
+        assert it.kernel.ask(Opcode.OPEN, node, bytes(8)) == (0, OPENED.pack(node + 1000, 2, 0))
+        for _ in range(2):
+            it.kernel.ask(Opcode.RELEASE, node, RELEASE.pack(node + 1000, 0, 0, 0))
+        assert 0 not in it.kernel.early, "a READ may have been under way"
+    assert it.server.statistics().given == 2
+
+
+def test_an_opening_that_nobody_has_waited_for_does_not_count(rig):
+    it = rig(passthrough=True)
+    node = it.node("/a")
+    call = OpenCall(it.server._desk, it.kernel.fd, Header(Opcode.OPEN, 2, node, 0, 0, 0), bytes(48), 48)
+    call.reply(Opened(handle=3))
+    call.take_back()
+    it.tree.given = {node}
+    it.kernel.send(Opcode.OPEN, node, bytes(8))
+    assert it.kernel.notice()[0] == -4 and it.tree.released == [3]
 
 
 def names_in(body):

@@ -95,6 +95,52 @@ def test_a_file_that_is_all_here_is_opened_with_its_descriptor(world):
     world.fs.release(12345)
 
 
+def opened_with(world: World, path: str) -> bytes:
+    """The bytes that come with an opening."""
+    opened = world.fs.open(world.node(path), Answer())
+    world.fs.release(opened.handle)
+    return bytes_of(list(opened.content))
+
+
+def test_a_small_file_is_opened_with_its_bytes_once_they_are_here(world):
+    data = {"small": b"s" * 5000, "most": b"m" * (128 << 10), "more": b"n" * (129 << 10), "big": b"b" * MIB, "empty": b""}
+    for name, content in data.items():
+        (world.path / name).write_bytes(content)
+    world.start()
+    assert {name: opened_with(world, name) for name in data} == dict.fromkeys(data, b"")
+    world.deliver()
+    assert {name: opened_with(world, name) for name in data} == data | dict.fromkeys(["more", "big"], b"")
+
+
+def test_a_file_is_given_again_when_the_kernel_has_forgotten_it(world):
+    (world.path / "file").write_bytes(b"content")
+    node = world.start().node("file")
+    world.deliver()
+    assert [bytes_of(list(world.fs.open(node, Answer()).content)) for _ in range(2)] == [b"content", b""]
+    world.fs.forget(node, 1)
+    assert opened_with(world, "file") == b"content"
+
+
+def test_a_file_that_failed_is_not_given(world):
+    (world.path / "file").write_bytes(b"content")
+    world.start().deliver()
+    world.store.failed("/file", errno.EIO)
+    assert opened_with(world, "file") == b"" and world.read("file") == errno.EIO
+
+
+def test_a_node_is_given_the_bytes_of_its_own_version(world):
+    (world.path / "file").write_bytes(b"first")
+    (world.path / "other").write_bytes(b"other")
+    old = world.start().node("file")
+    world.deliver()
+    (world.path / "file").write_bytes(b"second")
+    world.refresh()
+    world.deliver()
+    assert bytes_of(list(world.fs.open(old, Answer()).content)) == b"first" and opened_with(world, "file") == b"second"
+    world.fs.forget(old, 1)
+    assert world.fs.open(old, Answer()) == errno.ESTALE
+
+
 def test_a_huge_sparse_file_takes_no_memory_until_it_is_read(world):
     size = 8 << 30
     with open(world.path / "huge", "wb") as file:
@@ -471,6 +517,12 @@ class Life:
         if not isinstance(entry, int):
             self.references[entry.node] = self.references.get(entry.node, 0) + 1
             self.seen.setdefault(entry.node, (path, []))
+            opened = self.world.fs.open(entry.node, Answer())
+            self.world.fs.release(opened.handle)
+            if opened.content:
+                answer = Answer()
+                answer.answer(list(opened.content))
+                self.readers.append((entry.node, 0, 1 << 40, answer))
 
     def read(self, chance: random.Random) -> None:
         if self.seen:

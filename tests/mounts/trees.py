@@ -31,6 +31,8 @@ class Tree:
         self.released = []
         self.forgotten = []
         self.backing = {}
+        self.given = set()
+        """Nodes of small files that are opened with their content."""
         self.error = None
         """Raised by every method while it is set."""
         self.add("/", content)
@@ -100,7 +102,8 @@ class Tree:
 
     def open(self, node, later):
         self._called("open", node)
-        return Opened(handle=node + 1000, backing_fd=self.backing.get(node))
+        content = [memoryview(self.nodes[node])] if node in self.given else []
+        return Opened(handle=node + 1000, backing_fd=self.backing.get(node), content=content)
 
     def release(self, handle):
         self._called("release", handle)

@@ -603,7 +603,7 @@ def test_the_kernel_reads_backing_files_itself(mounted, habits: Habits):
             assert second.read(10) == BIG[1 << 20 : (1 << 20) + 10]
         assert run_python(f"{MAP}; print(m[-4:])", it.path("big")) == "b'tail'\n"
     assert it.requests("READ") == 0
-    wait_until(lambda: it.server._desk.backings._open == {} and len(it.tree.released) == 9)
+    wait_until(lambda: not len(it.server._desk.openings) and len(it.tree.released) == 9)
     os.close(fd)
     assert it.bytes("other") == b"from us" and it.requests("READ") > 0
 
@@ -616,3 +616,40 @@ def test_a_backing_file_that_the_kernel_refuses_is_read_by_us(mounted):
     assert it.bytes("file") == b"content"
     os.close(reading)
     os.close(writing)
+
+
+OPEN_AT_ONCE = """
+import os, sys, threading
+folder, rounds = sys.argv[1], int(sys.argv[2])
+barrier = threading.Barrier(4)
+def read():
+    for index in range(rounds):
+        barrier.wait()
+        with open(f"{folder}/f{index}", "rb") as file:
+            assert file.read() == b"%d " % index * 2000
+threads = [threading.Thread(target=read) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("read")
+"""
+
+
+@needs_root
+def test_small_files_are_read_and_mapped_without_a_read(mounted):
+    it = mounted({"plain": b"p" * 5000, "code": b"c" * 9001}, passthrough=True)
+    os.stat(it.path("plain"))
+    if not it.server.statistics().passthrough:
+        pytest.skip("this kernel does not read backing files (Linux 6.9), so files are not opened one by one")
+    it.tree.given = {it.tree.paths["/plain"], it.tree.paths["/code"]}
+    assert run("ls", "-lR", it.point).returncode == 0 and it.server.statistics().given == 0, "who only lists reads nothing"
+    assert it.bytes("plain") == b"p" * 5000
+    assert run_python(f"{MAP}; print(len(m), m[:].strip(b'c'))", it.path("code")) == "9001 b''\n"
+    assert it.requests("READ") == 0 and it.server.statistics().given == 2
+
+
+@needs_root
+@pytest.mark.parametrize("threads", [1, 2])
+def test_files_that_many_open_at_once_are_given_and_read(mounted, threads):
+    it = mounted({"dir": {f"f{index}": b"%d " % index * 2000 for index in range(200)}}, passthrough=True, threads=threads)
+    it.tree.given = {node for path, node in it.tree.paths.items() if path.startswith("/dir/")}
+    assert run_python(OPEN_AT_ONCE, it.path("dir"), "200") == "read\n"

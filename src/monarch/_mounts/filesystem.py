@@ -15,7 +15,8 @@ Read next: `fuse_server.py`, which asks; `fuse_calls.py` for what each question 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -50,6 +51,11 @@ class Entry(NamedTuple):
     attr: Attr
 
 
+attr_of: Callable[[tuple[int, int, int, int, int, int, int, int, bool]], Attr] = partial(tuple.__new__, Attr)
+entry_of: Callable[[tuple[int, Attr]], Entry] = partial(tuple.__new__, Entry)
+"""`Attr(*fields)` and `Entry(*fields)` in half the time, for where there is one for every file."""
+
+
 class Opened(NamedTuple):
     """An open file."""
 
@@ -60,6 +66,9 @@ class Opened(NamedTuple):
     system's and must stay open until this answer has been given. Of one node that is open several times: always the same file."""
     keep_cache: bool = True
     """Pages that the kernel has of this node from earlier are still right."""
+    content: Sequence[Buffer] = ()
+    """All bytes of a small file, for the kernel to have before it asks. Only where `habits.opens` is False, of a node whose bytes never
+    change, and whose reads are answered at once. The kernel is given them when nobody else has the file open."""
 
 
 class Habits(NamedTuple):

@@ -50,7 +50,9 @@ class Desk:
         self.listings: dict[int, Sequence[tuple[bytes, Entry]]] = {}
         """Of opened directories, by handle."""
         self.handles = itertools.count(1)
-        self.backings = Backings(device)
+        self.openings = Openings(device)
+        self.num_given = 0
+        """Files that the kernel was given before it asked; about, when several threads serve."""
 
 
 class References:
@@ -85,35 +87,49 @@ class References:
         return gone
 
 
-class Backings:
-    """Files that the kernel reads itself: one number per node, for as long as the node is open. Thread: any."""
+class Openings:
+    """How often each node is open, and the numbers by which the kernel reads some of them itself. Thread: any."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[int, int]] = {}
-        """By node: number, how many times it is open."""
+        self._counts: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
 
-    def open(self, node: int, file: int) -> int:
-        """The number for `node`, 0 when the kernel will not read `file`."""
-        with self._lock:
-            number, count = self._open.get(node, (0, 0))
-            if not count:
-                try:
-                    number = self._device.open_backing(file)
-                except OSError:
-                    return 0
-            self._open[node] = (number, count + 1)
-            return number
+    def __len__(self) -> int:
+        return len(self._counts)
 
-    def release(self, node: int) -> None:
-        """One opening of `node` less; no-op for one that the kernel does not read itself."""
+    def add(self, node: int, file: int | None) -> tuple[int, bool]:
+        """`node` is about to be opened once more.
+
+        Args:
+            file: what the kernel may read itself; None: nothing.
+
+        Returns:
+            The number for `file`, 0 when the kernel will not read it; and whether nobody had `node` open.
+        """
         with self._lock:
-            number, count = self._open.pop(node, (0, 0))
+            count = self._counts.get(node, 0)
+            self._counts[node] = count + 1
+            return 0 if file is None else self._number_of(node, file), not count
+
+    def _number_of(self, node: int, file: int) -> int:
+        number = self._numbers.get(node, 0)
+        if not number:
+            try:
+                number = self._numbers[node] = self._device.open_backing(file)
+            except OSError:
+                return 0
+        return number
+
+    def remove(self, node: int) -> None:
+        """One opening of `node` less."""
+        with self._lock:
+            count = self._counts.pop(node, 0)
             if count > 1:
-                self._open[node] = (number, count - 1)
-            elif count:
-                self._device.close_backing(number)
+                self._counts[node] = count - 1
+            elif node in self._numbers:
+                self._device.close_backing(self._numbers.pop(node))
 
 
 class Call:
@@ -230,17 +246,29 @@ class OpenCall(Call):
         return self.desk.filesystem.open(self.node, self)
 
     def reply(self, value: Opened) -> Sequence[Buffer]:
-        handle, backing_fd, keep_cache = self._opened = value
-        agreement = self.desk.agreement
-        if backing_fd is not None and agreement is not None and agreement.passthrough:
-            backing = self.desk.backings.open(self.node, backing_fd)
-            if backing:
-                return (fuse_protocol.open_reply(self.unique, handle, _PASSTHROUGH, backing),)
+        self._opened = value
+        handle, backing_fd, keep_cache, content = value
+        desk = self.desk
+        number, is_first = desk.openings.add(self.node, backing_fd if desk.agreement is not None and desk.agreement.passthrough else None)
+        if number:
+            return (fuse_protocol.open_reply(self.unique, handle, _PASSTHROUGH, number),)
+        if content and is_first:
+            self._give(content)
         return (fuse_protocol.open_reply(self.unique, handle, _KEEP_CACHE if keep_cache else 0),)
+
+    def _give(self, content: Sequence[Buffer]) -> None:
+        """Have the kernel keep all bytes of the file.
+
+        It waits for a READ of these bytes that is under way, which this thread may be the one to answer. There is none: nobody has the
+        file open. Until the reply to this OPEN only another thread can let somebody have it, and that thread is not here at this time.
+        """
+        head = fuse_protocol.store_head(self.node, sum(map(len, content)))
+        if not self.desk.device.write(self.fd, (head, *content)):
+            self.desk.num_given += 1
 
     def take_back(self) -> None:
         if self._opened is not None:
-            self.desk.backings.release(self.node)
+            self.desk.openings.remove(self.node)
             self.desk.filesystem.release(self._opened.handle)
 
 

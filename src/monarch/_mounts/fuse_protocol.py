@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 from monarch._mounts.filesystem import Attr, Entry
@@ -109,12 +110,15 @@ _OPEN_REPLY = struct.Struct("=IiQ" + "QIi")
 _STATFS_REPLY = struct.Struct("=IiQ" + "QQQQQIIII24x")
 _DIRENT = struct.Struct("=QQII")
 _DIRENT_PLUS = struct.Struct("=QQQQII" + _ATTR + "QQII")
+_PADDING = [bytes(-size % 8) for size in range(8)]
 _MISSING = struct.Struct("=IiQ" + "QQQQII88x")
 
 _INVALIDATE_NODE = 2
 _INVALIDATE_ENTRY = 3
+_STORE = 4
 _NODE_NOTICE = struct.Struct("=IiQ" + "Qqq")
 _ENTRY_NOTICE = struct.Struct("=IiQ" + "QII")
+_STORE_NOTICE = struct.Struct("=IiQ" + "QQII")
 
 _BLOCK_BYTES = 4096
 _U64_MAX = (1 << 64) - 1
@@ -134,6 +138,9 @@ class Header(NamedTuple):
     uid: int
     gid: int
     pid: int
+
+
+_new_header: Callable[[tuple[int, ...]], Header] = partial(tuple.__new__, Header)  # half the time of `Header._make`, for each request
 
 
 class ReadRequest(NamedTuple):
@@ -157,7 +164,7 @@ def decode_header(buffer: Buffer, size: int) -> Header:
     fields = _HEADER.unpack_from(buffer)
     if fields[0] != size:
         raise ProtocolError(f"a request of {size} bytes claims to have {fields[0]}")
-    return Header._make(fields[1:])
+    return _new_header(fields[1:])
 
 
 def decode_unique(buffer: Buffer, size: int) -> int:
@@ -237,6 +244,8 @@ class Validity(NamedTuple):
 
 
 _NOT_VALID = Validity(0, 0)
+_NO_TIMES = (0, 0, 0, 0)
+_DIRENT_BYTES, _PLUS_BYTES = _DIRENT.size, _DIRENT_PLUS.size
 
 
 class DirectoryOffset(IntEnum):
@@ -291,9 +300,12 @@ def statfs_reply(unique: int) -> bytes:
 
 def _attr_fields(node: int, attr: Attr) -> tuple[int, ...]:
     mode, size, nlink, uid, gid, mtime_ns, atime_ns, ctime_ns, _ = attr
-    mtime, mtime_nsec = divmod(mtime_ns, _NSEC)
-    atime, atime_nsec = (mtime, mtime_nsec) if atime_ns == mtime_ns else divmod(atime_ns, _NSEC)
-    ctime, ctime_nsec = (mtime, mtime_nsec) if ctime_ns == mtime_ns else divmod(ctime_ns, _NSEC)
+    atime = ctime = mtime = mtime_ns // _NSEC
+    atime_nsec = ctime_nsec = mtime_nsec = mtime_ns - mtime * _NSEC
+    if atime_ns != mtime_ns:
+        atime, atime_nsec = divmod(atime_ns, _NSEC)
+    if ctime_ns != mtime_ns:
+        ctime, ctime_nsec = divmod(ctime_ns, _NSEC)
     return (
         node, size, (size + 511) >> 9, atime & _U64_MAX, mtime & _U64_MAX, ctime & _U64_MAX, atime_nsec, mtime_nsec, ctime_nsec,
         mode, nlink, uid, gid, 0, _BLOCK_BYTES, 0,
@@ -303,34 +315,33 @@ def _attr_fields(node: int, attr: Attr) -> tuple[int, ...]:
 class Listing:
     """One piece of a directory, up to a number of bytes."""
 
-    __slots__ = ("_attr_valid", "_entry_valid", "_left", "_parts", "_plus", "nodes")
+    __slots__ = ("_left", "_parts", "_plus", "_times", "nodes")
 
     def __init__(self, most_bytes: int, plus: tuple[Validity, Validity] | None) -> None:
         """`plus`: names come with their attributes, which hold for (entry, attributes); None: names only."""
         self._left = most_bytes
         self._parts: list[bytes] = []
         self._plus = plus is not None
-        self._entry_valid, self._attr_valid = plus or (Validity(0, 0), Validity(0, 0))
+        entry_valid, attr_valid = plus or (_NOT_VALID, _NOT_VALID)
+        self._times = entry_valid[0], attr_valid[0], entry_valid[1], attr_valid[1]
         self.nodes: list[int] = []
         """Nodes of which the kernel hears here as if it had looked them up."""
 
     def add(self, name: bytes, entry: Entry, next_offset: int) -> bool:
         """Append one entry; False: there is no room for it any more."""
         node, attr = entry
-        padding = -len(name) % 8
-        head = _DIRENT_PLUS if self._plus else _DIRENT
-        self._left -= head.size + len(name) + padding
+        length, kind = len(name), attr[0] >> 12 & 15
+        padding = _PADDING[length & 7]
+        self._left -= (_PLUS_BYTES if self._plus else _DIRENT_BYTES) + length + len(padding)
         if self._left < 0:
             return False
-        tail = (node, next_offset, len(name), attr[0] >> 12 & 15)
         if not self._plus:
-            packed = _DIRENT.pack(*tail)
+            packed = _DIRENT.pack(node, next_offset, length, kind)
         else:
-            entry_valid, attr_valid = (self._entry_valid, self._attr_valid) if attr[8] else (_NOT_VALID, _NOT_VALID)
-            times = (entry_valid[0], attr_valid[0], entry_valid[1], attr_valid[1])
-            packed = _DIRENT_PLUS.pack(node, 0, *times, *_attr_fields(node, attr), *tail)
+            times = self._times if attr[8] else _NO_TIMES
+            packed = _DIRENT_PLUS.pack(node, 0, *times, *_attr_fields(node, attr), node, next_offset, length, kind)
             self.nodes.append(node)
-        self._parts += (packed, name, bytes(padding))
+        self._parts += (packed, name, padding)
         return True
 
     def add_dot(self, name: bytes, node: int, next_offset: int) -> bool:
@@ -360,6 +371,11 @@ def node_notice(node: int, offset: int, length: int) -> bytes:
 def entry_notice(parent: int, name: bytes) -> bytes:
     """Forget what `name` in `parent` stands for, or that it stands for nothing."""
     return _ENTRY_NOTICE.pack(_ENTRY_NOTICE.size + len(name) + 1, _INVALIDATE_ENTRY, 0, parent, len(name), 0) + name + b"\0"
+
+
+def store_head(node: int, body_bytes: int) -> bytes:
+    """What precedes the first `body_bytes` of a file, for the kernel to keep as if it had read them."""
+    return _STORE_NOTICE.pack(_STORE_NOTICE.size + body_bytes, _STORE, 0, node, 0, body_bytes, 0)
 
 
 def names_of(opcodes: Iterable[int]) -> list[str]:

@@ -81,6 +81,8 @@ class Statistics(NamedTuple):
     """Nodes that the kernel knows; 0 where they are not counted."""
     passthrough: bool
     """The kernel reads backing files itself."""
+    given: int
+    """Small files whose bytes the kernel got when they were opened, so that it asked for none of them."""
     threads: int
 
 
@@ -121,6 +123,8 @@ class FuseServer:
         self._device = Device(fd)
         self._parking = Parking(self._deliver_parked, patience_s)
         self._desk = Desk(filesystem, self._device, self._parking)
+        self._skips_open = not filesystem.habits.opens
+        """The file system hears of no OPEN."""
         self._lanes: list[_Lane] = []
         self._lock = threading.Lock()
         self._num_serving = 0
@@ -250,6 +254,7 @@ class FuseServer:
             parked=len(self._parking),
             known_nodes=0 if desk.references is None else len(desk.references),
             passthrough=desk.agreement is not None and desk.agreement.passthrough,
+            given=desk.num_given,
             threads=len(self._lanes),
         )
 
@@ -308,7 +313,7 @@ class FuseServer:
         opcode = header[0]
         lane.counts[opcode if opcode < _NUM_OPCODES else 0] += 1
         call_type = CALLS.get(opcode)
-        if call_type is not None and not (opcode == Opcode.OPEN and self._skips_open()):
+        if call_type is not None and not (self._skips_open and opcode == Opcode.OPEN):
             self._ask(call_type(self._desk, lane.fd, header, buffer, size))
             return
         answer = self._plain.get(opcode)
@@ -391,10 +396,6 @@ class FuseServer:
         if unique:
             self._write(lane, fuse_protocol.error_reply(unique, errno.EIO))
 
-    def _skips_open(self) -> bool:
-        agreement = self._desk.agreement
-        return not self._desk.habits.opens and not (agreement is not None and agreement.passthrough)
-
     def _on_init(self, lane: _Lane, header: Header, size: int) -> None:
         offer = fuse_negotiation.decode_init(lane.buffer, size)
         try:
@@ -406,6 +407,7 @@ class FuseServer:
             self._device.close()
             return
         self._desk.agreement = agreement
+        self._skips_open = not self._desk.habits.opens and not (agreement is not None and agreement.passthrough)
         self._write(lane, fuse_negotiation.init_reply(header.unique, agreement))
 
     def _on_forget(self, lane: _Lane, header: Header, size: int) -> None:
@@ -439,8 +441,8 @@ class FuseServer:
     def _on_release(self, lane: _Lane, header: Header, size: int) -> None:
         handle = fuse_protocol.decode_handle(lane.buffer, size)
         self._refuse(lane, header, 0)
-        if not self._skips_open():
-            self._desk.backings.release(header.node)
+        if not self._skips_open:
+            self._desk.openings.remove(header.node)
             self._tell("release", self._desk.filesystem.release, handle)
 
     def _on_releasedir(self, lane: _Lane, header: Header, size: int) -> None:

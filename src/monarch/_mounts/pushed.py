@@ -22,6 +22,8 @@ from monarch._mounts.store import Store
 from monarch._mounts.tree import Invalidation, Tree
 
 _SMALL = Opened(0, None, keep_cache=True)
+_GIVEN_BYTES = 128 << 10
+"""A file that is larger is not given to the kernel when it is opened: it is read in several pieces anyway, and perhaps not all of it."""
 
 
 class PushedFileSystem:
@@ -39,6 +41,8 @@ class PushedFileSystem:
         self._ways: dict[int, tuple[int, int | None]] = {}
         """Node of an open file to the number of handles and the descriptor that they are read from."""
         self._next_handle = 1
+        self._given: set[int] = set()
+        """Nodes of small files whose bytes the kernel was offered. If it did not take them, or drops them, it asks."""
 
     def knows(self, node: int) -> bool:
         """Whether the kernel may have a reference to a node: who makes a server replaces this by what that says."""
@@ -90,7 +94,7 @@ class PushedFileSystem:
         if isinstance(file, int):
             return file
         if file.length < BIG_FILE_THRESHOLD:
-            return _SMALL
+            return _SMALL if file.length > _GIVEN_BYTES or node in self._given else self._open_small(node, file)
         with self._lock:
             num_handles, fd = self._ways.get(node, (0, None))
             if not num_handles:
@@ -99,6 +103,13 @@ class PushedFileSystem:
             self._handles[handle] = node
             self._ways[node] = num_handles + 1, fd
         return Opened(handle, fd, keep_cache=True)
+
+    def _open_small(self, node: int, file: Span) -> Opened:
+        content = self._store.whole(file)
+        if not content:
+            return _SMALL
+        self._given.add(node)
+        return Opened(0, None, keep_cache=True, content=content)
 
     def release(self, handle: int) -> None:
         """A file is no longer open."""
@@ -116,9 +127,10 @@ class PushedFileSystem:
         file = self._tree.file(node)
         if isinstance(file, int):
             return file
-        found = self._store.read(Span(*file), offset, size, later)
+        found = self._store.read(file, offset, size, later)
         return found if isinstance(found, list | int) else later
 
     def forget(self, node: int) -> None:
         """The kernel knows a node no longer."""
+        self._given.discard(node)
         self._tree.forget(node)

@@ -8,7 +8,8 @@ Read next: `store.py`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 
@@ -21,6 +22,10 @@ class Span(NamedTuple):
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+span_of: Callable[[tuple[int, int]], Span] = partial(tuple.__new__, Span)
+"""`Span(*pair)` in a third of the time, for where there is one for every file."""
 
 
 class Ranges:

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from monarch._base.errors import explain
-from monarch._mounts.filesystem import Attr
+from monarch._mounts.filesystem import Attr, attr_of
 from monarch._mounts.index import BIG_FILE_THRESHOLD, Index
-from monarch._mounts.ranges import Ranges, Span
+from monarch._mounts.ranges import Ranges, Span, span_of
 
 FORMAT = 1
 NOWHERE = -1
@@ -150,13 +150,13 @@ class Snapshot:
     def span(self, row: int) -> Span | None:
         """Where the bytes of a file are; None for a directory and a symbolic link."""
         offset = self.offsets[row]
-        return None if offset == NOWHERE else Span(offset, self.sizes[row])
+        return None if offset == NOWHERE else span_of((offset, self.sizes[row]))
 
     def attr(self, row: int) -> Attr:
         """The attributes of a row."""
-        kind = self.kinds[self.kind_of[row]]
+        mode, nlink, uid, gid = self.kinds[self.kind_of[row]]
         mtime = self.mtimes[row]
-        return Attr(kind.mode, self.sizes[row], kind.nlink, kind.uid, kind.gid, mtime, mtime, self.ctimes[row])
+        return attr_of((mode, self.sizes[row], nlink, uid, gid, mtime, mtime, self.ctimes[row], True))
 
     def child(self, row: int, name: bytes) -> int | None:
         """The row of a name in a directory. Cost: O(children) the first time."""
@@ -233,7 +233,7 @@ class Snapshot:
     def spans(self) -> frozenset[Span]:
         """Where the files are that have bytes."""
         offsets, rows = self._files
-        return frozenset(map(Span, offsets, map(self.sizes.__getitem__, rows)))
+        return frozenset(map(span_of, zip(offsets, map(self.sizes.__getitem__, rows), strict=True)))
 
     def small_spans(self) -> list[Span]:
         """Where the small files lie, joined: what is worth sending before anybody asks."""
@@ -378,7 +378,9 @@ def _check_tree(snapshot: Snapshot, targets: Sequence[bytes]) -> None:
     names, parents = snapshot.names, snapshot.parents
     if max(snapshot.kind_of) >= len(snapshot.kinds):
         raise _wrong("a path is of no kind")
-    bad = {b"", b".", b".."}.intersection(names[1:]) or {name for name in names if b"/" in name}
+    bad = {b"", b".", b".."}.intersection(names[1:])
+    if b"/" in b"".join(names):
+        bad = {name for name in names if b"/" in name}
     if bad:
         raise _wrong(f"{bad.pop()!r} is no name of a file")
     if parents[0] or not snapshot.is_directory(0):

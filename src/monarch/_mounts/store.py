@@ -374,6 +374,12 @@ class Store:
                 return None
             return [view for segment, start, end in parts for view in segment.views(start, end)]
 
+    def whole(self, file: Span) -> list[memoryview]:
+        """All bytes of a file, when a reader would get them at once; else none."""
+        with self._lock:
+            found = self._found(file, file.offset, file.end)
+        return found if isinstance(found, list) else []
+
     def backing_fd(self, file: Span) -> int | None:
         """A descriptor whose bytes are those of a big file, once all of them are here; None: not yet, or there is none."""
         with self._lock:
@@ -419,8 +425,13 @@ class Store:
             return errno.ESTALE
         if self._errnos and file.offset in self._errnos:
             return self._errnos[file.offset]
+        at = bisect_right(self._starts, start) - 1
+        if end <= self._segments[at].end:  # as nearly always
+            parts: Iterable[tuple[Segment, int, int]] = ((self._segments[at], start, end),)
+        else:
+            parts = self._parts(start, end)
         views = []
-        for segment, low, high in self._parts(start, end):
+        for segment, low, high in parts:
             if not segment.present.covers(low, high):
                 return None
             self._allocate(segment)

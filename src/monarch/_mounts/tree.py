@@ -14,13 +14,16 @@ Read next: `snapshot.py` for the columns, `pushed.py` for the file system.
 from __future__ import annotations
 
 import errno
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from monarch._mounts.filesystem import ROOT, Attr, Entry
+from monarch._mounts.filesystem import ROOT, Attr, Entry, entry_of
 from monarch._mounts.ranges import Span
 from monarch._mounts.snapshot import Snapshot
+
+_MOST_LISTINGS = 4
 
 
 class Invalidation(NamedTuple):
@@ -43,12 +46,12 @@ class _Node:
         self.parent = parent or self
         self.row = row
         """In the current version; -1: only an old version has it."""
-        self.children: dict[bytes, _Node] | None = {} if snapshot.is_directory(row) else None
-        """Those that have a node; None: this is no directory."""
         self.attr = snapshot.attr(row)
+        self.children: dict[bytes, _Node] | None = {} if stat.S_ISDIR(self.attr[0]) else None
+        """Those that have a node; None: this is no directory."""
         self.span = snapshot.span(row)
         """Where its bytes are; None: a directory or a symbolic link."""
-        self.target = snapshot.targets.get(row)
+        self.target = snapshot.targets.get(row) if snapshot.targets else None
 
 
 class Tree:
@@ -78,6 +81,8 @@ class Tree:
         root = _Node(ROOT, None, 0, snapshot)
         self._nodes = {ROOT: root}
         self._next = ROOT + 1
+        self._listings: dict[int, list[tuple[bytes, Entry]]] = {}
+        """Of the current version, by directory, those made last: a listing is read in pieces."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -117,10 +122,12 @@ class Tree:
                 return errno.ENOTDIR
             if folder.row < 0:
                 return []
-            names = self._snapshot.names
-            rows = self._snapshot.children(folder.row)
-            nodes = [self._node_of(folder, names[row], row) for row in rows]
-            return [(names[row], Entry(found.number, found.attr)) for row, found in zip(rows, nodes, strict=True)]
+            listing = self._listings.get(node)
+            if listing is None:
+                if len(self._listings) >= _MOST_LISTINGS:
+                    self._listings.clear()
+                listing = self._listings[node] = self._list(folder)
+            return listing
 
     def target(self, node: int) -> bytes | int:
         """Where a symbolic link points."""
@@ -138,7 +145,7 @@ class Tree:
                 return errno.ESTALE
             if found.children is not None:
                 return errno.EISDIR
-            return errno.EINVAL if found.span is None else found.span
+            return found.span or errno.EINVAL
 
     def forget(self, node: int) -> None:
         """The kernel has no reference to a node any more."""
@@ -162,6 +169,7 @@ class Tree:
         found: list[Invalidation] = []
         with self._lock:
             before, self._snapshot = self._snapshot, snapshot
+            self._listings.clear()
             old, self._files = self._files, files
             folders = [(self._nodes[ROOT], 0)]
             while folders:
@@ -184,6 +192,12 @@ class Tree:
             self._gone(gone)
 
     # ------------------------------------------------------------------------------------------------ under the lock
+
+    def _list(self, folder: _Node) -> list[tuple[bytes, Entry]]:
+        rows = self._snapshot.children(folder.row)
+        names = self._snapshot.names[rows.start : rows.stop]
+        nodes = [self._node_of(folder, name, row) for row, name in zip(rows, names, strict=True)]
+        return [(name, entry_of((found.number, found.attr))) for name, found in zip(names, nodes, strict=True)]
 
     def _node_of(self, folder: _Node, name: bytes, row: int) -> _Node:
         assert folder.children is not None
@@ -244,16 +258,18 @@ class Tree:
             if node.children is not None:
                 node.children = {}
             self._retired.append(node)
-            if node.span is not None and node.span.length:
-                self._held[node.span] = self._held.get(node.span, 0) + 1
+            span = node.span
+            if span is not None and span.length:
+                self._held[span] = self._held.get(span, 0) + 1
 
     def _bury(self, node: _Node) -> list[Span]:
         """Remove a node of an old version that the kernel no longer knows; the bytes that nobody can read any more."""
         del self._nodes[node.number]
-        if node.span not in self._held:
+        span = node.span
+        if span is None or span not in self._held:
             return []
-        self._held[node.span] -= 1
-        if self._held[node.span]:
+        self._held[span] -= 1
+        if self._held[span]:
             return []
-        del self._held[node.span]
-        return [] if node.span in self._files else [node.span]
+        del self._held[span]
+        return [] if span in self._files else [span]
