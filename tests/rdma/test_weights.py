@@ -14,12 +14,10 @@ import pytest
 from monarch._runtime.future import Future
 from monarch.actor import shutdown_context
 from monarch.actor.process import known_process
-from monarch.rdma import RDMAError, RDMATcpFallbackWarning, RDMATimeout, WeightPublisher
+from monarch.rdma import RDMAError, RDMATimeout, WeightPublisher
 from monarch.rdma import copies as copies_module
 from monarch.rdma import weights as weights_module
 from monarch.rdma.errors import UnavailableError
-
-pytestmark = pytest.mark.filterwarnings("ignore::monarch.rdma.RDMATcpFallbackWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -382,13 +380,6 @@ def test_a_relay_that_ended_with_its_publisher_is_not_told_of(caplog):
     with pytest.raises(RDMAError, match="these weights are closed"):
         weights.pull(state(0))
     assert not caplog.text
-
-
-def test_the_warning_that_there_is_no_network_card_points_at_who_publishes(monkeypatch):
-    monkeypatch.setattr("monarch.rdma.buffer.get_rdma_backend", lambda: "tcp")
-    with pytest.warns(RDMATcpFallbackWarning) as warned:
-        WeightPublisher(state(1)).close()
-    assert [warning.filename for warning in warned] == [__file__]
 
 
 class Slow:

@@ -22,7 +22,7 @@ from system.waiting import wait_until
 
 MIB = 1 << 20
 BIG_BYTES = 20 * MIB
-NUM_VERSIONS = 21
+NUM_VERSIONS = 11
 pytestmark = pytest.mark.skipif(bool(mounting.fuse_problem()), reason=f"no FUSE here: {mounting.fuse_problem()}")
 
 

@@ -49,7 +49,12 @@ class RDMABuffer:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(data, torch.Tensor) and data.is_cuda:
             _check_cuda_allocator()
-        check_fallback(warn_at=2)
+        if _own_backend() == "tcp":
+            text = (
+                "no RDMA device: buffers are copied by the kernel on one host, and travel by TCP between hosts; with "
+                "monarch.configure(rdma_allow_tcp_fallback=False) they are refused instead"
+            )
+            warnings.warn(text, RDMATcpFallbackWarning, stacklevel=2)
         memory = memory_of(data)
         if not memory.nbytes:
             raise ValueError("Cannot create RDMABuffer with size 0.")
@@ -59,7 +64,12 @@ class RDMABuffer:
 
     @classmethod
     def _over(cls, memory: LocalMemory) -> RDMABuffer:
-        """Publish memory that is described already."""
+        """Publish memory that is described already, without a word about how it travels.
+
+        Raises:
+            RuntimeError, RdmaInitError: as the constructor.
+        """
+        _own_backend()
         return cls._of(_publish(memory), 0, memory.nbytes)
 
     @classmethod
@@ -143,6 +153,14 @@ def _load(data: bytes, offset: int, nbytes: int) -> RDMABuffer:
     return RDMABuffer._of(handle, offset, nbytes)
 
 
+def _own_backend() -> str:
+    backend = get_rdma_backend()
+    if backend == "none":
+        hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
+        raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
+    return backend
+
+
 def _publish(memory: LocalMemory) -> Handle:
     try:
         check_backend()
@@ -155,24 +173,6 @@ def _publish(memory: LocalMemory) -> Handle:
     except Exception as exc:
         _logger.error("Failed to create buffer of %d bytes: %s", memory.nbytes, exc)
         raise
-
-
-def check_fallback(*, warn_at: int) -> None:
-    """RuntimeError where nothing may be published for want of a network card; a warning where it is published all the same.
-
-    Args:
-        warn_at: where the warning points, as a `stacklevel` of the caller; 0: there is none.
-    """
-    backend = get_rdma_backend()
-    if backend == "none":
-        hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
-        raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
-    if backend == "tcp" and warn_at:
-        text = (
-            "no RDMA device: buffers are copied by the kernel on one host, and travel by TCP between hosts; with "
-            "monarch.configure(rdma_allow_tcp_fallback=False) they are refused instead"
-        )
-        warnings.warn(text, RDMATcpFallbackWarning, stacklevel=warn_at + 1)
 
 
 def has_expandable_segments() -> bool:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from monarch._runtime.future import Future
 from monarch.actor import Actor, Ignore, Port, ProcMesh, endpoint
-from monarch.rdma.buffer import check_fallback
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import NoRoomError, RDMAError
 from monarch.rdma.relays import Answer, Question, Relay
@@ -45,7 +44,6 @@ class RelayActor(Actor):
     """See the head of this file."""
 
     def __init__(self, size: int, copies: int, spares: int) -> None:
-        check_fallback(warn_at=0)  # the publisher has warned
         # With one, a fetch would take away what readers of this host are reading.
         self._copies = Copies(size, copies=max(2, copies), spares=spares)
         self._piece = min(_MOST_PIECE, max(_LEAST_PIECE, size // _PIECES // _LEAST_PIECE * _LEAST_PIECE))

@@ -33,7 +33,6 @@ from monarch._base.errors import explain
 from monarch._runtime.future import Future, runs_in_loop
 from monarch.actor.host_mesh import check_hosts
 from monarch.rdma.action import RDMAAction, checked_timeout
-from monarch.rdma.buffer import check_fallback
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
 from monarch.rdma.manager import own_manager
@@ -82,7 +81,6 @@ class WeightPublisher:
         parts, size = parts_of(state)
         if not size:
             raise ValueError(explain("there are no weights to publish: the state dict is empty", next="publish it once it is filled"))
-        check_fallback(warn_at=2)
         self._parts = parts
         self._lock = threading.Lock()
         self._copies = Copies(size, copies=copies, spares=spares)
