@@ -187,6 +187,7 @@ class MountHandler:
 
         Raises:
             RuntimeError: it is still used, with the hosts where, and by whom; there it stays as it is, and may be closed later.
+            SupervisionError: a host has ended, and its mount with it; it is closed on the others.
         """
         if self._mounts is None:
             self._stop()
