@@ -104,8 +104,11 @@ class MountHandler:
             via_gateway: accepted; the way to hosts behind a gateway is found without it.
 
         Raises:
-            RuntimeError: it is open; or a host has no FUSE; or the directory would be shown over itself, on this machine.
-            OSError: the source is no directory, or can't be read.
+            RuntimeError: it is open.
+            OSError: the source is no directory.
+            ActorError: of a RuntimeError: a host has no FUSE, something is mounted there, or the directory would be shown over itself, on
+                this machine; of an OSError: the source can't be read, the mount point can't be made, or, in copy mode, is not empty.
+            SupervisionError: a host has ended.
         """
         if self._procs:
             raise RuntimeError(explain("this mount is open already", next="close() it first, or refresh() it"))
