@@ -67,7 +67,9 @@ def test_some_of_them_may_be_pulled():
 @pytest.mark.parametrize(
     ("into", "text"),
     [
-        ({"c": np.zeros(3)}, "c are not among the published weights"),
+        ({"c": np.zeros(3)}, "'c' is not among the published weights"),
+        ({"turmed": np.zeros(3)}, r"'turmed' is not among the published weights; did you mean 'turned'\?"),
+        ({f"c{number}": np.zeros(3) for number in range(7)}, "'c0', 'c1', 'c2', 'c3', 'c4' and 2 more are not among"),
         ({"b": np.zeros(8, np.int64)}, r"'b' that is pulled is int64 \[8\], and was published as int64 \[7\]"),
         ({"b": np.zeros(7, np.int32)}, "int32"),
     ],
@@ -167,7 +169,7 @@ def test_mapped_weights_are_the_published_ones_and_stay_of_their_version():
         with pytest.raises(RDMAError, match=r"version 10, were closed here, with close\(\)(?s:.*)weights\.mapped\(\)"):
             use()
     assert repr(first) == "<MappedWeights: version 10, closed>"
-    with pytest.raises(ValueError, match="c are not among the published weights"):
+    with pytest.raises(ValueError, match="'c' is not among the published weights"):
         publisher.weights.mapped(names=["c"])
     publisher.close()
     with pytest.raises(RDMAError):
@@ -240,7 +242,10 @@ def test_what_is_no_state_dict_is_refused_before_anything_changes():
     into = {**state(0), "b": fixed}
     for call, kind, text in (
         (lambda: publisher.weights.pull(into), ValueError, r"read-only(?s:.*)array\.copy\(\)"),
-        (lambda: publisher.weights.pull(state(0), names=["c"]), ValueError, "c are to be pulled, and there is nothing to pull them into"),
+        (lambda: publisher.weights.pull(state(0), names=["c"]), ValueError, "'c' is to be pulled, and there is nothing to pull into"),
+        (lambda: publisher.weights.pull(state(0), names="ab"), TypeError, r"one string, not several(?s:.*)write names=\['ab'\]"),
+        (lambda: publisher.weights.mapped(names="a"), TypeError, r"write names=\['a'\]"),
+        (lambda: WeightPublisher(state(1), hosts=[]), TypeError, r"not list(?s:.*)this_host\(\)"),
         (lambda: publisher.weights.pull([1]), TypeError, r"not a list(?s:.*)module\.state_dict\(\)"),
         (
             lambda: publisher.weights.pull(state(0), timeout=1.5),
@@ -289,8 +294,13 @@ def test_conjugated_tensors_and_matrices_get_what_was_published():
 
 def test_a_publisher_that_can_not_be_made_leaves_nothing():
     before = sorted(os.listdir("/proc/self/fd"))
-    for wrong in ({"version": 2**63}, {"hosts": "none"}):
-        with pytest.raises((ValueError, AttributeError)):
+
+    class NoHosts:
+        def spawn_procs(self, name):
+            raise RuntimeError("there are none")
+
+    for wrong in ({"version": 2**63}, {"hosts": NoHosts()}):
+        with pytest.raises((ValueError, RuntimeError)):
             WeightPublisher(state(1), **wrong)
     left = set(os.listdir("/proc/self/fd")) - set(before)
     assert not [fd for fd in left if "monarch-weights" in os.path.realpath(f"/proc/self/fd/{fd}")]
@@ -355,6 +365,23 @@ def test_a_relay_that_can_not_get_weights_is_told_once_and_asked_again(caplog):
     publisher.close()
 
 
+def test_a_relay_that_ended_with_its_publisher_is_not_told_of(caplog):
+    class Ended:
+        def newest(self, nbytes, timeout):
+            raise RDMAError("the relay has ended")
+
+    publisher = WeightPublisher(state(1))
+    weights = publisher.weights
+    weights._sources = [Ended(), weights._owner]
+    assert weights.pull(state(0)) == 0 and caplog.text.count("the relay has ended") == 1
+    caplog.clear()
+    weights._sources, weights._told = [Ended(), weights._owner], ""
+    publisher.close()
+    with pytest.raises(RDMAError, match="these weights are closed"):
+        weights.pull(state(0))
+    assert not caplog.text
+
+
 class Slow:
     """A source that has nothing before the test lets it."""
 
@@ -391,7 +418,7 @@ async def test_a_pull_that_blocks_the_event_loop_says_what_to_write():
 
 def test_a_pull_that_can_not_be_started_is_refused_at_the_call_and_a_failure_is_its_outcome():
     publisher = WeightPublisher(state(1))
-    with pytest.raises(ValueError, match="c are not among the published weights"):
+    with pytest.raises(ValueError, match="'c' is not among the published weights"):
         publisher.weights.start_pull({"c": np.zeros(3)})
     publisher.close()
     pulling = publisher.weights.start_pull(state(0))

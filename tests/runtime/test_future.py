@@ -9,6 +9,7 @@ import pickle
 import threading
 import traceback
 import warnings
+from typing import Any
 
 import pytest
 
@@ -316,12 +317,20 @@ async def test_get_inside_a_loop_works_and_warns_once_with_advice(caplog):
 
 
 async def test_the_warning_points_at_the_line_that_blocks():
-    with pytest.warns(UserWarning, match="active event loop") as seen:
+    with pytest.warns(UserWarning, match=r"Future\.get\(\) blocks") as seen:
         new().exception(0)
-    assert seen[0].filename.endswith("future.py")  # `exception` is one level further
-    with pytest.warns(UserWarning, match="active event loop") as seen, pytest.raises(TimeoutError):
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"Future\.get\(\) blocks") as seen, pytest.raises(TimeoutError):
         new().get(0)
     assert seen[0].filename == __file__
+
+
+async def test_what_waits_for_a_future_of_ours_is_named_as_what_blocks():
+    ours: dict[str, Any] = {"__name__": "monarch.ours"}
+    exec("def close(future):\n    return inner(future)\ndef inner(future):\n    return future.exception(0)", ours)
+    with pytest.warns(UserWarning, match=r'^close\(\) blocks the active event loop .*"await asyncio\.to_thread\(\.\.\.\)"') as seen:
+        ours["close"](new())
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 async def test_stop_iteration_becomes_a_runtime_error_on_a_loop():

@@ -278,6 +278,10 @@ def test_what_can_not_be_gathered_is_refused_and_leaves_nothing(root, tmp_path):
     for local in (root / "sub" / "mnt", tmp_path):
         with pytest.raises(RuntimeError, match="one of them is in the other"):
             gather_mount(this_host(), str(root), str(local))
+    with pytest.raises(RuntimeError, match=r"file' is no directory(?s:.*)another mount point"):
+        gather_mount(this_host(), str(root / "sub"), str(root / "file"))
+    with pytest.raises(TypeError, match=r"not str(?s:.*)this_host\(\)"):
+        gather_mount("host", str(root), str(tmp_path / "mnt"))
     assert not is_mounted(str(tmp_path / "mnt")) and len(leaks.children(os.getpid())) <= len(before) + 1
 
 
@@ -330,12 +334,16 @@ CLIENT = """
     print("mounted", flush=True)
     if sys.argv[3] == "wait":
         time.sleep(60)
+    if sys.argv[3] == "interrupt":
+        raise KeyboardInterrupt
 """
 
 
-def test_a_script_that_ends_unmounts(root, point):
-    with start_script(CLIENT, args=[str(root), str(point), "end"]) as client:
-        client.finish().check()
+@pytest.mark.parametrize(("way", "status"), [("end", 0), ("interrupt", -signal.SIGINT)])
+def test_a_script_that_ends_unmounts(root, point, way, status):
+    with start_script(CLIENT, args=[str(root), str(point), way]) as client:
+        ended = client.finish().check(status)
+    assert "was not closed" not in ended.stderr
     assert not is_mounted(str(point))
 
 

@@ -17,7 +17,6 @@ from system.waiting import is_gone, wait_until
 from system.weight_actors import Learner, Reader
 
 pytest_plugins = ["system.recorder"]
-pytestmark = pytest.mark.filterwarnings("ignore::monarch.rdma.RDMATcpFallbackWarning")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from monarch._mounts import mounting
-from monarch.actor import this_host
+from monarch.actor import ActorError, this_host
 from monarch.remotemount import remotemount
 from monarch.remotemount.remotemount import MountHandler
 from system.remote import serving
@@ -217,13 +217,21 @@ def test_a_change_in_a_sparse_file_of_gigabytes_is_shown_soon_and_takes_no_memor
 
 def test_what_can_not_be_mounted_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path / "file", "x")
+    write(tmp_path / "source" / "file", "x")
     for place, text in ((tmp_path / "nowhere", "is not there"), (tmp_path / "file", "no directory")):
         mount = remotemount(this_host(), str(place), str(tmp_path / "mount"))
         with pytest.raises(OSError, match=rf"{text}(?s:.*)next:"):
             mount.open()
         mount.close()
+    with (
+        pytest.raises(ActorError, match=r"file' is no directory(?s:.*)another mount point"),
+        remotemount(this_host(), str(tmp_path / "source"), str(tmp_path / "file")),
+    ):
+        pass
     with pytest.raises(ValueError, match="unknown mode"):
         remotemount(this_host(), str(tmp_path), mode="ftp")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not PosixPath(?s:.*)this_host\(\)"):
+        remotemount(tmp_path, str(tmp_path))  # type: ignore[arg-type]
 
 
 def test_a_copy_is_made_where_there_is_no_fuse(source: Path, tmp_path: Path) -> None:
@@ -278,7 +286,7 @@ def test_a_mount_whose_process_is_killed_is_taken_away(mount: MountHandler, tmp_
 OWNER = """
 import os, signal, sys
 import monarch.actor
-from monarch.actor import this_host
+from monarch.actor import ActorError, this_host
 from monarch.actor.process import this_process
 from monarch.remotemount import remotemount
 monarch.actor.unhandled_fault_hook = lambda failure: None

@@ -8,7 +8,7 @@ Fresh pages cost several times as much as a copy into them: the kernel finds, cl
 
 Rules of this file:
     1. No lock: views end anywhere, also in the middle of what is done here. Lists are taken from and added to in one step.
-    2. What is free stays below `MOST_FREE_BYTES` for the whole process.
+    2. What is free stays below `MOST_FREE_BYTES` for the whole process, and the kernel may take it when memory is short.
     3. Pages are free when nobody can reach them any more, finalisers of a reference cycle included (`tokens.py`).
 """
 
@@ -87,6 +87,7 @@ def _kind(capacity: int) -> Any:
 def _giver(free: list[mmap.mmap]) -> Callable[[mmap.mmap], None]:
     def give(pages: mmap.mmap) -> None:
         if free_bytes() + len(pages) <= MOST_FREE_BYTES:
+            _advise(pages, "MADV_FREE")
             free.append(pages)
 
     return give
@@ -99,7 +100,11 @@ def free_bytes() -> int:
 
 def _new(capacity: int) -> mmap.mmap:
     pages = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if capacity >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    _advise(pages, "MADV_HUGEPAGE")
     return pages
+
+
+def _advise(pages: mmap.mmap, advice: str) -> None:
+    if len(pages) >= _HUGE_BYTES and hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel that does not know it
+            pages.madvise(getattr(mmap, advice))

@@ -16,7 +16,7 @@ import time
 from functools import partial
 from typing import Any
 
-from monarch._base.errors import explain
+from monarch._base.errors import explain, without_next
 from monarch._mounts import mounting, notes
 from monarch._mounts.fuse_server import FuseServer
 from monarch._mounts.gather_source import GatherSourceActor, Whereabouts, key_of
@@ -103,7 +103,7 @@ class GatherActor(Actor):
             return
         error = future.exception(0.0)
         if error is not None:
-            _logger.warning("the host of a gathered folder is lost: mount=%s rank=%d error=%s", self._path, shard, error)
+            _logger.warning("the host of a gathered folder is lost: mount=%s rank=%d error=%s", self._path, shard, without_next(str(error)))
             filesystem.lose(shard)
             return
         filesystem.changed(shard, future.get(0.0))

@@ -137,22 +137,20 @@ def walk(
     while stack:
         folder = stack.pop()
         try:
-            entries = _listing(source_path + folder, root.st_dev, left_out)
+            entries = _listing(source_path, folder, root.st_dev, left_out, covered)
         except FileNotFoundError:
             if not folder:
                 raise
             _log.warning("left empty, has just gone path=%r", source_path + folder)
             left_out.append(source_path + folder)
             entries = []
-        if covered:
-            entries = [entry._replace(descends=entry.descends and f"{folder}/{entry.name}" not in covered) for entry in entries]
         yield folder, entries
         stack += [f"{folder}/{entry.name}" for entry in entries if entry.descends]
 
 
-def _listing(path: str, device: int, left_out: list[str]) -> list[Found]:
+def _listing(source_path: str, folder: str, device: int, left_out: list[str], covered: Set[str]) -> list[Found]:
     found = []
-    with os.scandir(path or "/") as entries:
+    with os.scandir(source_path + folder or "/") as entries:
         ordered = sorted(entries, key=lambda entry: entry.name)
     for entry in ordered:
         try:
@@ -165,6 +163,8 @@ def _listing(path: str, device: int, left_out: list[str]) -> list[Found]:
         descends = stat.S_ISDIR(status.st_mode)
         if descends and entry.name == LEFT_OUT:
             continue
+        if descends and covered and f"{folder}/{entry.name}" in covered:
+            descends = False
         if descends and status.st_dev != device:
             _log.warning("left empty, another file system is mounted there path=%r", entry.path)
             descends = False

@@ -275,7 +275,11 @@ def prepare_mount_point(path: str) -> None:
             next = f"as root: umount -l {path}"
             raise RuntimeError(explain(f"the mount that a dead server has left at {path!r} can't be removed", next=next, detail=detail))
     if not is_mounted(path):
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError:
+            what = f"{path!r} is no directory, so nothing can be mounted there"
+            raise FileExistsError(errno.EEXIST, explain(what, next="pass another mount point")) from None
 
 
 def fuse_problem() -> str:

@@ -406,6 +406,12 @@ def _note_what_was_awaited(exc: KeyboardInterrupt, future: Future[Any]) -> None:
 
 
 def _warn_blocking() -> None:
+    """Point at the caller's line; where that has called something of ours which waits for a future, name that."""
+    frame, level = sys._getframe(1), 3
+    while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "").startswith("monarch."):
+        frame, level = frame.f_back, level + 1
     text = 'Future.get() blocks the active event loop of this thread; write "await future" or use as_asyncio()'
+    if frame.f_globals is not globals():
+        text = f'{frame.f_code.co_qualname}() blocks the active event loop of this thread; call it by "await asyncio.to_thread(...)"'
     _logger.debug(text, extra={"context": "asyncio"})  # for who collects logs; people read the warning
-    warnings.warn(text, UserWarning, stacklevel=3)
+    warnings.warn(text, UserWarning, stacklevel=level)

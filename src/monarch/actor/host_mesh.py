@@ -82,6 +82,13 @@ class Attachment:
         self.closed = False
 
 
+def check_hosts(hosts: object) -> None:
+    """TypeError unless `hosts` is what procs can be spawned on."""
+    if not hasattr(hosts, "spawn_procs"):
+        what = f"a mesh of hosts is needed, not {type(hosts).__name__}"
+        raise TypeError(explain(what, next="pass this_host(), or what attach_to_workers() gives, or a slice of that"))
+
+
 class HostMesh(ShapedMesh):
     """Hosts that procs can be spawned on. Picklable: what arrives is a reference. Thread: any."""
 

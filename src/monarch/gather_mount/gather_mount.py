@@ -21,6 +21,7 @@ from monarch._mounts.gather_actor import GatherActor
 from monarch._mounts.gather_source import key_of
 from monarch._mounts.gathered import CACHE_BYTES, GatherStatistics
 from monarch.actor import HostMesh, ProcMesh, SupervisionError, this_host
+from monarch.actor.host_mesh import check_hosts
 
 __all__ = ["GatherMount", "gather_mount"]
 _logger = logging.getLogger("monarch.mounts")
@@ -57,6 +58,7 @@ def gather_mount(
 
     Raises:
         ValueError: a path is empty, `remote_mount_point` is relative, or a number is not positive.
+        TypeError: `host_mesh` is no mesh of hosts.
         RuntimeError: something is mounted at `local_mount_point`, there is no FUSE here, or what is to be shown is no directory.
     """
     if not local_mount_point or not os.path.isabs(remote_mount_point):
@@ -64,6 +66,7 @@ def gather_mount(
         raise ValueError(explain(what, next='write gather_mount(hosts, "/tmp/logs", "/mnt/logs")'))
     if cache_bytes <= 0 or not patience_s > 0:
         raise ValueError(explain(f"cache_bytes={cache_bytes} and patience_s={patience_s:g} must be positive"))
+    check_hosts(host_mesh)
     path = os.path.abspath(local_mount_point)
     if mounting.is_mounted(path) and not mounting.is_stale(path):
         found = mounting.mount_at(path)
@@ -150,4 +153,5 @@ class GatherMount:
             self._actor.unmount.call_one(True).get(timeout=_EXIT_S)
             self._stop()
         except Exception as exc:
-            _logger.warning("a gathered mount was not closed: path=%s error=%s", self._path, exc)
+            if mounting.is_mounted(self._path):  # or else it went with all processes: after Ctrl-C they end before this is called
+                _logger.warning("a gathered mount was not closed: path=%s error=%s", self._path, exc)

@@ -49,11 +49,7 @@ class RDMABuffer:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(data, torch.Tensor) and data.is_cuda:
             _check_cuda_allocator()
-        backend = get_rdma_backend()
-        if backend == "none":
-            hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
-            raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
-        if backend == "tcp":
+        if _own_backend() == "tcp":
             text = (
                 "no RDMA device: buffers are copied by the kernel on one host, and travel by TCP between hosts; with "
                 "monarch.configure(rdma_allow_tcp_fallback=False) they are refused instead"
@@ -68,7 +64,12 @@ class RDMABuffer:
 
     @classmethod
     def _over(cls, memory: LocalMemory) -> RDMABuffer:
-        """Publish memory that is described already."""
+        """Publish memory that is described already, without a word about how it travels.
+
+        Raises:
+            RuntimeError, RdmaInitError: as the constructor.
+        """
+        _own_backend()
         return cls._of(_publish(memory), 0, memory.nbytes)
 
     @classmethod
@@ -150,6 +151,14 @@ def _load(data: bytes, offset: int, nbytes: int) -> RDMABuffer:
             )
         )
     return RDMABuffer._of(handle, offset, nbytes)
+
+
+def _own_backend() -> str:
+    backend = get_rdma_backend()
+    if backend == "none":
+        hint = "monarch.configure(rdma_allow_tcp_fallback=True)"
+        raise RuntimeError(explain("RDMA is not available on this platform, and rdma_allow_tcp_fallback is off", next=hint))
+    return backend
 
 
 def _publish(memory: LocalMemory) -> Handle:

@@ -28,10 +28,8 @@ from monarch._base.ids import ProcRef, between_hosts
 from monarch._net.dialer import Denial, Failure
 from monarch._net.loop import READ
 from monarch._net.router import listen_at, socket_path
-from monarch._runtime.mailbox import ProcGoneError
 from monarch._runtime.services import DATA, LENT, lent_path
 from monarch._wire.memory_messages import LendMemory
-from monarch._wire.messages import Ping
 from monarch.rdma.channel import Channel
 from monarch.rdma.data_frames import (
     MAX_TEXT_BYTES,
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 _SWEEP_S = 1.0
 _LEND_S = 10.0
 """How long the agent of an owner may take to dial this process."""
-_PING_S = 1.0
 _TICKET_BYTES = 16
 _CLOSE_S = 1.0
 Dial = Callable[[float], Channel]
@@ -282,7 +279,6 @@ class Borrower:
         elif _is_near(owner.address):
             self._listen(lent_path(own))
         else:
-            self._check_life(owner, deadline_s)
             raise UnreachableError("neither this process nor the host of the owner can be dialled", next=hint)
         ticket, wait = os.urandom(_TICKET_BYTES), _Wait()
         self._waiting[ticket] = wait
@@ -299,12 +295,6 @@ class Borrower:
         if wait.channel is None:
             raise OwnerGoneError(str(wait.failure)) from wait.failure
         return wait.channel
-
-    def _check_life(self, owner: ProcRef, deadline_s: float) -> None:
-        """OwnerGoneError when the owner has ended: the socket file of a process goes with it."""
-        failure = self._process.proc.request(owner, Ping()).exception(min(_left(deadline_s), _PING_S))
-        if isinstance(failure, ProcGoneError):
-            raise OwnerGoneError(str(failure)) from failure
 
     def _listen(self, path: str) -> None:
         with self._lock:

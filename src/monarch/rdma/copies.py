@@ -36,7 +36,7 @@ from monarch.rdma.errors import BufferGoneError, NoRoomError, OwnerGoneError, RD
 from monarch.rdma.handles import MOST_BYTES, decode_handle, encode_handle
 from monarch.rdma.holders import holders_of
 from monarch.rdma.manager import is_published
-from monarch.rdma.memory import FilePlace, LocalMemory
+from monarch.rdma.memory import FilePlace, LocalMemory, memory_of
 from monarch.rdma.vm_transport import machine
 
 _WORD_BYTES = 8
@@ -107,7 +107,7 @@ class Copies:
         header = memoryview(mmap.mmap(-1, self._most * (_WORDS * _WORD_BYTES + _HANDLE.size)))
         self._handles = header[self._most * _WORDS * _WORD_BYTES :]
         self._words = (ctypes.c_int64 * (self._most * _WORDS)).from_buffer(header)  # an item is stored at once
-        self._buffers = [RDMABuffer(header.toreadonly())]
+        self._buffers = [RDMABuffer._over(memory_of(header.toreadonly()))]
         self._attempts = 0
         self._is_closed = False
         self._last = NOTHING

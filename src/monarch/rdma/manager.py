@@ -40,6 +40,7 @@ from monarch.rdma.errors import RDMAError
 from monarch.rdma.handles import Handle
 from monarch.rdma.huge_pages import HugePages
 from monarch.rdma.ipc_transport import IpcTransport
+from monarch.rdma.mapped_regions import MappedRegions
 from monarch.rdma.memory import LocalMemory
 from monarch.rdma.nixl_transport import NixlTransport
 from monarch.rdma.owner_transport import OwnerTransport
@@ -85,7 +86,8 @@ class Manager:
             self._nixl = NixlTransport(self._process, self.table)
         if "ipc" in allowed:
             self._ipc = IpcTransport(self._process, self.table, TorchCuda())
-        every: list[Transport | None] = [VmTransport(self.table), self._ipc, self._nixl, self._tcp]
+        mapped = MappedRegions(self._process.proc.loop.call_later, config.seconds("rdma_idle_limit"))
+        every: list[Transport | None] = [VmTransport(self.table, mapped), self._ipc, self._nixl, self._tcp]
         chosen = [transport for transport in every if transport is not None and transport.name in allowed]
         chosen += [] if self._owner is None else [self._owner]
         carriers = [transport for transport in chosen if transport.name in ("cma", "tcp", "owner")]

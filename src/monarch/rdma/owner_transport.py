@@ -16,18 +16,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monarch import config
-from monarch._base.ids import between_hosts
+from monarch._base.ids import ProcRef, between_hosts
+from monarch._runtime.mailbox import ProcGoneError
 from monarch._runtime.services import DATA, lend
 from monarch._wire.memory_messages import LendMemory, ShareMemory
+from monarch._wire.messages import Ping
 from monarch.rdma.connections import Borrower, Connections, dial_agent
 from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
 from monarch.rdma.data_service import DataService
-from monarch.rdma.errors import TransferError, UnreachableError
+from monarch.rdma.errors import OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.regions import Region, RegionTable
 from monarch.rdma.transport import Op, Piece, even_cut
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from monarch.actor.process import Process
 
 _MOST_PIECE = 16 << 20
+_PING_S = 1.0
 _logger = logging.getLogger("monarch.rdma")
 
 
@@ -116,9 +120,16 @@ class OwnerTransport:
         try:
             self._owner_of(handle).ask(Verb.READ if piece.kind == "read" else Verb.WRITE, handle, spans, views, deadline_s)
         except TransferError as exc:
-            if isinstance(exc.__cause__, OSError):  # it broke; OwnerGoneError when the other end has
-                self._owner_of(handle).ask(Verb.PROBE, handle, (), (), deadline_s)
+            if isinstance(exc, UnreachableError) or isinstance(exc.__cause__, OSError):
+                self._check_life(handle.ref, deadline_s)
             raise
+
+    def _check_life(self, owner: ProcRef, deadline_s: float) -> None:
+        """OwnerGoneError when an owner that was reached before has ended, which breaks its connections and takes its socket file away."""
+        limit_s = max(0.0, min(deadline_s - time.monotonic(), _PING_S))
+        failure = self._process.proc.request(owner, Ping()).exception(limit_s)
+        if isinstance(failure, ProcGoneError):
+            raise OwnerGoneError(str(failure)) from failure
 
     def _owner_of(self, handle: Handle) -> Connections:
         owner = handle.ref

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from monarch._base.errors import explain
+from monarch._base.errors import did_you_mean, explain
 
 _ALIGNMENT = 64
+_MOST_SHOWN = 5
 Library = Literal["torch", "numpy"]
 
 
@@ -52,7 +53,7 @@ def check_same(parts: Mapping[str, Part], state: Mapping[str, Any], *, what: str
     check_known(parts, state)
     missing = set() if partly else parts.keys() - state.keys()
     if missing:
-        raise ValueError(explain(f"{_some(missing)} are missing in what is {what}", next="use the names of the first publication"))
+        raise ValueError(explain(f"{_some(missing)} missing in what is {what}", next="use the names of the first publication"))
     for name, value in state.items():
         found = _part_of(name, value, 0)
         if (found.dtype, found.shape) != (parts[name].dtype, parts[name].shape):
@@ -64,21 +65,29 @@ def check_known(parts: Mapping[str, Part], names: Mapping[str, Any]) -> None:
     """ValueError for a name that was not published."""
     unknown = names.keys() - parts.keys()
     if unknown:
-        what = f"{_some(unknown)} are not among the published weights"
+        what = f"{_some(unknown)} not among the published weights{_meant(unknown, parts)}"
         raise ValueError(explain(what, next="use the names of the first publication"))
 
 
 def chosen_of(into: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
-    """Those of `into` that have these names; None: all. ValueError for a name that is not in it, TypeError when it is no mapping."""
+    """Those of `into` that have these names; None: all. ValueError for a name that is not in it, TypeError when it is no mapping,
+    or `names` is a string."""
     _check_mapping(into)
     if names is None:
         return dict(into)
-    names = list(names)
+    names = listed(names)
     missing = set(names) - into.keys()
     if missing:
-        what = f"{_some(missing)} are to be pulled, and there is nothing to pull them into"
+        what = f"{_some(missing)} to be pulled, and there is nothing to pull into{_meant(missing, into)}"
         raise ValueError(explain(what, next="give a tensor or an array for each of the names"))
     return {name: into[name] for name in names}
+
+
+def listed(names: Iterable[str]) -> list[str]:
+    """The names. TypeError: it is one string, whose letters would be taken for names."""
+    if isinstance(names, str):
+        raise TypeError(explain(f"names={names!r} is one string, not several names", next=f"write names=[{names!r}]"))
+    return list(names)
 
 
 def _check_mapping(state: Mapping[str, Any]) -> None:
@@ -88,7 +97,14 @@ def _check_mapping(state: Mapping[str, Any]) -> None:
 
 
 def _some(names: set[str]) -> str:
-    return ", ".join(sorted(map(str, names))[:5])
+    """The first of the names, and the verb of a sentence about them."""
+    shown = ", ".join(map(repr, sorted(map(str, names))[:_MOST_SHOWN]))
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _meant(names: set[str], known: Iterable[str]) -> str:
+    return did_you_mean(next(iter(names)), known) if len(names) == 1 else ""
 
 
 def target_of(value: Any, part: Part) -> Any:

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any, TypeVar
 
-from monarch._base.errors import explain
+from monarch._base.errors import explain, without_next
 from monarch._runtime.faults import SupervisionError
 from monarch._runtime.future import Future
 from monarch.actor.process import this_process
@@ -81,7 +81,7 @@ class Source:
         except TimeoutError:
             copy = None
         except SupervisionError as exc:
-            raise RDMAError(explain(f"the relay has ended: {exc}", where=self.copies.owner)) from exc
+            raise RDMAError(explain(f"the relay has ended: {without_next(str(exc))}", where=self.copies.owner)) from exc
         if copy is None:
             hint = "give more time; or publish less often, or with more copies: WeightPublisher(..., copies=3)"
             raise RDMATimeout(explain(f"the relay got no version whole within {timeout} s", where=self.copies.owner, next=hint))

@@ -6,13 +6,16 @@ process ids, same user, no Yama, no seccomp profile against it) shows when the o
 Rules of this file:
     1. A process is believed to be the owner only after its table has shown the owner's nonce; every transfer checks that again.
     2. Pieces are at most `vm.PIECE_BYTES`, so two threads share a large transfer and deadlines are kept.
+    3. Large reads of a region that is a memory file come out of a mapping of it, with a look at the entry before and after. The kernel
+       copies nothing then, and no page has to be found in another process.
 
-Read next: `vm.py` for the calls.
+Read next: `vm.py` for the calls, `mapped_regions.py` for the mappings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import struct
 import sys
@@ -24,10 +27,16 @@ from typing import NamedTuple
 from monarch.rdma import vm
 from monarch.rdma.errors import BufferGoneError, OwnerGoneError, UnreachableError
 from monarch.rdma.handles import Handle
+from monarch.rdma.mapped_regions import MappedRegions
+from monarch.rdma.memory import FilePlace
 from monarch.rdma.regions import Region, RegionTable, SlotLocks
 from monarch.rdma.transport import SPLIT_BYTES, Op, Piece, check_deadline, cut, even_piece
 
 _BLOB = struct.Struct("<16sQIiQ")
+_FILE = struct.Struct("<iQ")
+"""Behind it for a region that is a file: descriptor in the owner, and offset."""
+_LEAST_MAPPED = 1 << 20
+"""Of what is read at once; for less it isn't worth mapping a region."""
 _LEAST_PIECE = 1 << 20
 _MOST_KNOWN = 8192
 _PR_SET_PTRACER = 0x59616D61
@@ -43,6 +52,7 @@ class _Place(NamedTuple):
     entry: bytes
     slot: int
     number: int
+    file: FilePlace | None
 
 
 class VmTransport:
@@ -52,10 +62,12 @@ class VmTransport:
     takes_devices = False
     is_instant = True
 
-    def __init__(self, table: Callable[[], RegionTable]) -> None:
+    def __init__(self, table: Callable[[], RegionTable], mapped: MappedRegions | None = None) -> None:
         """Args:
         table: the regions of this process.
+        mapped: None: nothing is read out of mappings.
         """
+        self._mapped = mapped
         self.num_threads = min(2, os.cpu_count() or 1)
         self._table = table
         self._places: dict[tuple[bytes, int], _Place] = {}
@@ -66,7 +78,8 @@ class VmTransport:
 
     def register(self, region: Region) -> bytes | None:
         """Where the entry is; None for memory of a device, or when this system has no such calls."""
-        return self.place(region) if region.memory.device == "cpu" else None
+        place = self.place(region) if region.memory.device == "cpu" else None
+        return place if place is None or region.memory.file is None else place + _FILE.pack(*region.memory.file)
 
     def place(self, region: Region) -> bytes | None:
         """The same for any memory: where its entry is, and the locks."""
@@ -87,7 +100,7 @@ class VmTransport:
     def visit(self, place: bytes, handle: Handle) -> None:
         """Read the nonce of the owner of `place`; raises as `connect`."""
         try:
-            boot, namespace, pid, _, _ = _BLOB.unpack(place)
+            boot, namespace, pid, _, _ = _BLOB.unpack_from(place)
         except struct.error:
             raise UnreachableError("the handle is broken") from None
         if not vm.available():
@@ -99,7 +112,7 @@ class VmTransport:
 
     def check(self, place: bytes, handle: Handle) -> None:
         """Whether the entry at `place` is that of the handle; TransferError and its kinds if not."""
-        _, _, pid, _, entry_address = _BLOB.unpack(place)
+        _, _, pid, _, entry_address = _BLOB.unpack_from(place)
         vm.check_entry(pid, entry_address, handle.entry(), handle.number)
 
     @contextlib.contextmanager
@@ -133,27 +146,55 @@ class VmTransport:
         pid = 0
         for _, local, local_offset, handle, offset, nbytes in piece.ops:
             place = places.get((handle.nonce, handle.generation)) or self._learn(handle)
-            pid, address, entry_address, entry, slot, number = place
+            pid, address, entry_address, entry, slot, number, _ = place
             spans.append(new_span((local.address + local_offset, address + offset, nbytes, entry_address, entry, slot, number)))
         if piece.kind == "read":
-            vm.read_spans(pid, spans)
+            if not self._copy_mapped(piece.ops):
+                vm.read_spans(pid, spans)
         else:
             vm.write_spans(pid, spans, self._locks_of(piece.ops[0].handle, piece.ops[0].handle.blobs[self.name]))
 
     def _learn(self, handle: Handle) -> _Place:
         if len(self._places) >= _MOST_KNOWN:
             self._places.clear()
-        _, _, pid, _, entry_address = _BLOB.unpack(handle.blobs[self.name])
+        blob = handle.blobs[self.name]
+        _, _, pid, _, entry_address = _BLOB.unpack_from(blob)
+        file = FilePlace(*_FILE.unpack_from(blob, _BLOB.size)) if len(blob) == _BLOB.size + _FILE.size else None
         place = self._places[handle.nonce, handle.generation] = _Place(
-            pid, handle.address, entry_address, handle.entry(), handle.slot, handle.number
+            pid, handle.address, entry_address, handle.entry(), handle.slot, handle.number, file
         )
         return place
+
+    def _copy_mapped(self, ops: Sequence[Op]) -> bool:
+        """Read from a mapping; False: nothing was done, this is not to be read so."""
+        handle = ops[0].handle
+        place = self._places.get((handle.nonce, handle.generation))
+        if (
+            self._mapped is None
+            or place is None
+            or place.file is None
+            or sum([op.nbytes for op in ops]) < _LEAST_MAPPED
+            or any(op.handle is not handle for op in ops)
+        ):
+            return False
+        mapped = self._mapped.find(handle, place.pid, place.file)
+        if mapped is None:
+            return False
+        try:
+            vm.check_entry(place.pid, place.entry_address, place.entry, place.number)
+            for _, local, local_offset, _, offset, nbytes in ops:
+                ctypes.memmove(local.address + local_offset, mapped.address + offset, nbytes)
+            vm.check_entry(place.pid, place.entry_address, place.entry, place.number)
+        except (BufferGoneError, OwnerGoneError):
+            self._mapped.drop(handle)
+            raise
+        return True
 
     def _locks_of(self, handle: Handle, place: bytes) -> SlotLocks:
         locks = self._locks.get(handle.nonce)
         if locks is not None:
             return locks
-        _, _, pid, lock_fd, _ = _BLOB.unpack(place)
+        _, _, pid, lock_fd, _ = _BLOB.unpack_from(place)
         with self._lock:
             locks = self._locks.get(handle.nonce)
             if locks is None:
@@ -162,6 +203,8 @@ class VmTransport:
 
     def forget(self, nonce: bytes) -> None:
         """The owner is gone."""
+        if self._mapped is not None:
+            self._mapped.forget(nonce)
         with self._lock:
             locks = self._locks.pop(nonce, None)
         if locks is not None:
@@ -169,6 +212,8 @@ class VmTransport:
 
     def close(self) -> None:
         """Close the owners' lock files."""
+        if self._mapped is not None:
+            self._mapped.close()
         with self._lock:
             for locks in self._locks.values():
                 locks.close()

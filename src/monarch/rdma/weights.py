@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from monarch._base.errors import explain
 from monarch._runtime.future import Future, runs_in_loop
+from monarch.actor.host_mesh import check_hosts
 from monarch.rdma.action import RDMAAction, checked_timeout
 from monarch.rdma.copies import NOTHING, Copies, Copy, PublishedCopies
 from monarch.rdma.errors import RDMAError, RDMATimeout, UnavailableError
 from monarch.rdma.manager import own_manager
 from monarch.rdma.mapped import MappedWeights
-from monarch.rdma.parts import Part, check_known, check_same, chosen_of, copy_in, copy_out, parts_of, target_of, within
+from monarch.rdma.parts import Part, check_known, check_same, chosen_of, copy_in, copy_out, listed, parts_of, target_of, within
 from monarch.rdma.relay_actor import start_relays
 from monarch.rdma.relays import Question
 from monarch.rdma.sources import Relays, Source, own_host
@@ -69,12 +70,14 @@ class WeightPublisher:
 
         Raises:
             ValueError: there is no tensor in it, or `copies` or `spares` is none of 1 to 16, or `version` has more than 64 bits.
-            TypeError: it is no mapping, or a value is no tensor or array with plain elements.
+            TypeError: it is no mapping, or a value is no tensor or array with plain elements; or `hosts` is no mesh of hosts.
 
         Cost: `copies` times the memory of `state`, and one copy of it now and at each publication.
         """
         if not (1 <= copies <= _MOST_COPIES and 0 <= spares <= _MOST_COPIES):
             raise ValueError(explain(f"copies must be 1 to {_MOST_COPIES}, and spares 0 to {_MOST_COPIES}, not {copies} and {spares}"))
+        if hosts is not None:
+            check_hosts(hosts)
         parts, size = parts_of(state)
         if not size:
             raise ValueError(explain("there are no weights to publish: the state dict is empty", next="publish it once it is filled"))
@@ -177,7 +180,7 @@ class Weights:
 
         Raises:
             ValueError: a name, shape or type that is not the published one, or what can't be written to; nothing was changed.
-            TypeError: `into` is no mapping, or has what is no tensor or array; or the timeout is no whole number.
+            TypeError: `into` is no mapping, or has what is no tensor or array; `names` is a string; or the timeout is no whole number.
             RDMATimeout: not done in time, or the owner publishes faster than this process reads. What was pulled so far is of
                 several versions.
             RDMAError: the owner has ended, or closed the publisher.
@@ -257,13 +260,14 @@ class Weights:
 
         Raises:
             ValueError: a name that was not published.
+            TypeError: `names` is a string, or the timeout is no whole number.
             RDMATimeout: a relay did not get them in time.
             RDMAError: the owner has ended, or closed the publisher; or it is on another machine, and this host has no relay.
 
         Cost: 0.5 ms, whatever the size, and the page faults of what is looked at. To a GPU it is one copy: `load_state_dict(mapped)`.
         """
         deadline_s = time.monotonic() + checked_timeout(timeout)
-        parts = self.parts if names is None else dict.fromkeys(names)
+        parts = self.parts if names is None else dict.fromkeys(listed(names))
         check_known(self.parts, parts)
 
         def lease(source: Source, copy: Copy, deadline_s: float) -> Any:
@@ -292,6 +296,8 @@ class Weights:
                 if not isinstance(exc, UnavailableError):
                     self._sources = sources[1:]
                 if str(exc) != self._told:
+                    # When the owner has ended or closed them as well, as relays end with it, its error is all that there is to say.
+                    self._use_owner(lambda *_: True, 1, deadline_s)
                     self._told = str(exc)
                     _logger.warning("weights come from their owner instead of the relay of this host: reason=%s", exc)
         return self._use_owner(use, nbytes, deadline_s)

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from itertools import chain
+from types import TracebackType
 from typing import Any
 
 from monarch._base.errors import explain
@@ -28,6 +29,7 @@ from monarch._mounts.mounting import machine, prepare_mount_point
 from monarch._mounts.source import root_of
 from monarch._mounts.source_actor import SourceActor, Version
 from monarch.actor import Actor, Future, HostMesh, ProcMesh, endpoint, this_host
+from monarch.actor.host_mesh import check_hosts
 
 __all__ = [
     "BIG_FILE_THRESHOLD",
@@ -66,6 +68,7 @@ def remotemount(
 
     Raises:
         ValueError: another mode, or no path.
+        TypeError: `host_mesh` is no mesh of hosts.
     """
     return MountHandler(host_mesh, sourcepath, mntpoint, mode=mode, ahead_bytes=ahead_bytes)
 
@@ -78,6 +81,7 @@ class MountHandler:
     ) -> None:
         if mode not in ("fuse", "copy"):
             raise ValueError(explain(f"unknown mode {mode!r}", next='use "fuse" or "copy"'))
+        check_hosts(host_mesh)
         if not sourcepath:
             raise ValueError(explain("the path of the directory to push is empty", next="name a directory"))
         self.sourcepath = sourcepath
@@ -100,8 +104,11 @@ class MountHandler:
             via_gateway: accepted; the way to hosts behind a gateway is found without it.
 
         Raises:
-            RuntimeError: it is open; or a host has no FUSE; or the directory would be shown over itself, on this machine.
-            OSError: the source is no directory, or can't be read.
+            RuntimeError: it is open.
+            OSError: the source is no directory.
+            ActorError: of a RuntimeError: a host has no FUSE, something is mounted there, or the directory would be shown over itself, on
+                this machine; of an OSError: the source can't be read, the mount point can't be made, or, in copy mode, is not empty.
+            SupervisionError: a host has ended.
         """
         if self._procs:
             raise RuntimeError(explain("this mount is open already", next="close() it first, or refresh() it"))
@@ -134,11 +141,15 @@ class MountHandler:
             self._mounts.copy.call().get()
 
     def _cover(self, source: str, own_machine: str) -> None:
-        """Leave out what is below mount points that are in the source itself; hosts are asked only if there may be some."""
+        """Make the mount points that are in the source itself, and leave out what is below; hosts are asked only if there may be some."""
         parent = os.path.realpath(os.path.dirname(self._target_path.partition(SUBDIR)[0]))
         if f"{parent.rstrip('/')}/".startswith(f"{source.rstrip('/')}/"):
             places = self._mounts.place.call(self._target_path).get().values()
-            self._source.cover.call_one([path for path, where in places if where == own_machine]).get()
+            covered = [path for path, where in places if where == own_machine]
+            if self._mode == "fuse":  # before the first look, which is to find them
+                for path in covered:
+                    prepare_mount_point(path)
+            self._source.cover.call_one(covered).get()
 
     def refresh(self, sourcepath: str | None = None) -> None:
         """Make what has changed at the source be seen on every host: each file whole, all of them at once.
@@ -179,6 +190,7 @@ class MountHandler:
 
         Raises:
             RuntimeError: it is still used, with the hosts where, and by whom; there it stays as it is, and may be closed later.
+            SupervisionError: a host has ended, and its mount with it; it is closed on the others.
         """
         if self._mounts is None:
             self._stop()
@@ -196,6 +208,14 @@ class MountHandler:
             next = "end what uses it there, and close() it again"
             raise RuntimeError(explain("the directory is still mounted on some hosts", next=next, detail="\n".join(failed)))
         self._stop()
+
+    def __enter__(self) -> MountHandler:
+        """`open`."""
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def _unmounted(self) -> list[str]:
         """Unmount on every host; where that could not be, and why."""
