@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from monarch import config
 from monarch._base.ids import ProcRef, agent_at, is_agent
+from monarch._net.loop import this_turn
 from monarch._net.stream import LinkClosedError
 from monarch._runtime import cast_tree
 from monarch._runtime.cast_ledger import Entry, Ledger, Resend
@@ -172,9 +173,11 @@ class Caster:
     ) -> None:
         kept = [memoryview(bytes(buffer)) for buffer in buffers]
         entry: Entry[Content] | None = None
+        outer = this_turn.sending
         with self._lock:
             try:
                 self._inside = threading.get_ident()
+                this_turn.sending = True  # a finaliser may send, too, and must not wait with the lock
                 ticket = self._lanes.prepare(view.targets, self._router.has_link)
                 content = Content(call, encoded_header, payload, kept, port, merged, view, ticket)
                 entry = Entry(ticket.order.number, [root.branch for root in view.roots], view.targets, content, merged=merged)
@@ -190,6 +193,7 @@ class Caster:
                 raise
             finally:
                 self._inside = 0
+                this_turn.sending = outer
 
     def _finish(self, entry: Entry[Content]) -> None:
         """Send a cast whose thread was interrupted while it sent. Thread: net loop."""
