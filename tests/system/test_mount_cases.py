@@ -170,8 +170,7 @@ def test_relative_paths_are_those_of_the_call(source: Path, there: Path, monkeyp
     mount.close()
 
 
-def test_a_mount_whose_process_was_killed_is_made_anew(source: Path, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
+def test_a_mount_whose_process_was_killed_is_made_anew(source: Path, there: Path) -> None:
     mount = remotemount(this_host(), str(source), str(there))
     mount.open()
     os.kill(mount.statistics()[0].pid, signal.SIGKILL)

@@ -274,11 +274,13 @@ def test_what_could_not_be_read_for_a_moment_is_there_after_a_refresh(tmp_path: 
     mount.close()
 
 
-def test_a_mount_whose_process_is_killed_is_taken_away(mount: MountHandler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
+def test_a_mount_whose_process_is_killed_is_taken_away_and_the_log_says_so(
+    mount: MountHandler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     os.kill(pid_of(mount), signal.SIGKILL)
     wait_until(lambda: not mounting.is_mounted(str(tmp_path / "mount")))
     assert os.listdir(tmp_path / "mount") == []
+    wait_until(lambda: "a pushed directory is gone on a host, the others go on" in caplog.text)
     with pytest.raises(Exception, match="killed by signal 9"):
         mount.close()
 
@@ -289,7 +291,6 @@ import monarch.actor
 from monarch.actor import ActorError, this_host
 from monarch.actor.process import this_process
 from monarch.remotemount import remotemount
-monarch.actor.unhandled_fault_hook = lambda failure: None
 mount = remotemount(this_host(), sys.argv[1], sys.argv[2])
 mount.open()
 print("agent", this_process()._agent.pid, flush=True)
@@ -317,7 +318,6 @@ import hashlib, os, signal, sys
 import monarch.actor
 from monarch.actor import Actor, attach_to_workers, endpoint
 from monarch.remotemount import remotemount
-monarch.actor.unhandled_fault_hook = lambda failure: None
 
 class Reader(Actor):
     @endpoint

@@ -71,6 +71,7 @@ class MountActor(Actor):
         self._filesystem: PushedFileSystem | None = None
         self._copied: Snapshot | None = None
         self._server: FuseServer | None = None
+        self._watchers: list[Port[None]] = []
 
     @endpoint
     def place(self, path: str) -> tuple[str, str]:
@@ -143,6 +144,11 @@ class MountActor(Actor):
         self._server = FuseServer(fd, filesystem, patience_s=_PATIENCE_S, passthrough=passthrough)
         filesystem.knows = self._server.knows  # type: ignore[method-assign]
         self._server.start()
+
+    @endpoint(explicit_response_port=True)
+    def live(self, port: Port[None]) -> None:
+        """Not answered: whoever asks hears of the end of this."""
+        self._watchers.append(port)
 
     @endpoint(explicit_response_port=True)
     def wait_code(self, port: Port[None]) -> None:

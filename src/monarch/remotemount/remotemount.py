@@ -15,11 +15,12 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any
 
-from monarch._base.errors import explain
+from monarch._base.errors import explain, without_next
 from monarch._mounts.chain import CHUNK_BYTES as CBC_CHUNK
 from monarch._mounts.chain import STREAMS as CBC_STREAMS
 from monarch._mounts.chain_actors import FUSEActor, RemoteMountLeader
@@ -28,7 +29,7 @@ from monarch._mounts.mount_actor import SUBDIR, Mode, MountActor, MountStatistic
 from monarch._mounts.mounting import machine, prepare_mount_point
 from monarch._mounts.source import root_of
 from monarch._mounts.source_actor import SourceActor, Version
-from monarch.actor import Actor, Future, HostMesh, ProcMesh, endpoint, this_host
+from monarch.actor import Actor, Future, HostMesh, Ignore, ProcMesh, endpoint, this_host
 from monarch.actor.host_mesh import check_hosts
 
 __all__ = [
@@ -127,18 +128,27 @@ class MountHandler:
         self._procs.append(procs)
         source = source_procs.spawn("source", SourceActor, self._source_path)
         self._source = source.flatten("rank").slice(rank=0)
-        self._mounts = procs.spawn("mount", MountActor, self._source)
+        self._mounts = procs.supervised(Ignore()).spawn("mount", MountActor, self._source)
         origin = os.path.realpath(self._source_path), machine()
         self._cover(*origin)
         version: Version = self._source.scan.call_one().get()
         mounted = self._mounts.mount.call(self._mounts, self._target_path, version.snapshot, self._mode, self._ahead_bytes, origin)
         complete = self._mounts.wait_code.call()
         mounted.get()
+        for life in self._mounts.live.stream():
+            life._when_done(partial(self._on_end, life))
         complete.get()
         if self._mode == "copy":
             text = "%s is copied to every host, not mounted: changes on a host stay there until a file changes here"
             _logger.info(text, self._target_path)
             self._mounts.copy.call().get()
+
+    def _on_end(self, life: Future[None]) -> None:
+        """What serves the directory on a host has ended. The others go on, so that is no fault of the program's. Thread: any."""
+        error = life.exception(0.0)
+        if self._mounts is not None:
+            text = "a pushed directory is gone on a host, the others go on: path=%s error=%s"
+            _logger.warning(text, self._target_path, without_next(str(error)))
 
     def _cover(self, source: str, own_machine: str) -> None:
         """Make the mount points that are in the source itself, and leave out what is below; hosts are asked only if there may be some."""
