@@ -28,7 +28,7 @@ class World:
     def __init__(self):
         self.now_s = 0.0
         self.timers = []
-        self.mapped = MappedRegions(lambda after_s, call: self.timers.append((self.now_s + after_s, call)), IDLE_S)
+        self.mapped = MappedRegions(IDLE_S, lambda after_s, call: self.timers.append((self.now_s + after_s, call)))
         self.table = RegionTable()
         self.transport = VmTransport(lambda: self.table, self.mapped)
         self.fds = []
@@ -125,6 +125,16 @@ def test_what_nobody_reads_is_let_go_of(world):
     world.advance(IDLE_S)
     assert not world.mapped and not world.timers
     assert world.read(first, (0, MIB)) == DATA[:MIB] and len(world.mapped) == 1
+
+
+def test_without_timers_what_is_idle_goes_when_something_else_is_mapped(world):
+    mapped = MappedRegions(IDLE_S)
+    places = [FilePlace(world.file(DATA), 0) for _ in range(2)]
+    mapped.find((b"n", 0), os.getpid(), places[0], MIB)
+    world.advance(IDLE_S)
+    found = mapped.find((b"n", 1), os.getpid(), places[1], MIB)
+    assert found is not None and bytes(found.pages[:9]) == DATA[:9] and len(mapped) == 1
+    mapped.close()
 
 
 @needs_calls

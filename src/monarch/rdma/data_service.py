@@ -20,7 +20,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from monarch import config
@@ -39,6 +38,7 @@ from monarch.rdma.data_frames import (
     encode_reply,
 )
 from monarch.rdma.errors import DeadlineError, OwnerGoneError, TransferError
+from monarch.rdma.mapped_regions import MappedRegions
 from monarch.rdma.memory import FilePlace
 from monarch.rdma.owners import SharedOwner
 
@@ -70,6 +70,8 @@ class DataService:
         self._most = config.value("rdma_data_max_connections")
         self._idle_s = config.seconds("rdma_idle_limit") + slack_s
         self._closed = False
+        self._mapped = MappedRegions(config.seconds("rdma_idle_limit"))
+        """Regions that are files; as long as there are connections, which idle readers close."""
 
     def share(self, uid: str, pid: int, message: ShareMemory | ShareFile) -> None:
         """A process of this host has made a table of regions, or a region that is a file."""
@@ -80,7 +82,7 @@ class DataService:
             return
         if old is not None and (old.pid, old.nonce) == (pid, message.nonce):
             return
-        self._owners[uid] = SharedOwner(uid, pid, message.table, message.nonce)
+        self._owners[uid] = SharedOwner(uid, pid, message.table, message.nonce, self._mapped)
         if old is not None:
             old.close()
 
@@ -125,6 +127,8 @@ class DataService:
         """A connection is over. Thread: its own."""
         with self._lock:
             self._connections.discard(connection)
+            if not self._connections:
+                self._mapped.close()
 
     @property
     def num_connections(self) -> int:
@@ -238,13 +242,12 @@ class _Connection:
             self.channel.send([encode_reply(Code.OK, nbytes), self._view[:nbytes]], _soon())
 
     def _send_file(self, owner: SharedOwner, span: vm.Span, view: memoryview) -> None:
-        check = partial(vm.check_entry, owner.pid, span.entry_address, span.entry, span.number)
-        check()
+        owner.check_span(span)
         head = encode_reply(Code.STREAM, span.nbytes)
         for start in range(0, span.nbytes, _SEND_BYTES):
             self.channel.send([head, view[start : start + _SEND_BYTES]], _soon())
             head = b""
-        check()
+        owner.check_span(span)
         self.channel.send([encode_reply(Code.OK, 0)], _soon())
 
     def _write(self, uid: str, nonce: bytes, spans: Sequence[WireSpan]) -> None:

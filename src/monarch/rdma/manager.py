@@ -86,7 +86,7 @@ class Manager:
             self._nixl = NixlTransport(self._process, self.table)
         if "ipc" in allowed:
             self._ipc = IpcTransport(self._process, self.table, TorchCuda())
-        mapped = MappedRegions(self._process.proc.loop.call_later, config.seconds("rdma_idle_limit"))
+        mapped = MappedRegions(config.seconds("rdma_idle_limit"), self._process.proc.loop.call_later)
         every: list[Transport | None] = [VmTransport(self.table, mapped), self._ipc, self._nixl, self._tcp]
         chosen = [transport for transport in every if transport is not None and transport.name in allowed]
         chosen += [] if self._owner is None else [self._owner]

@@ -21,11 +21,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from monarch._base.buffers import address_of
-from monarch.rdma.handles import Handle
 from monarch.rdma.memory import FilePlace
 
 _MOST_KNOWN = 1024
-_Key = tuple[bytes, int]
+Key = tuple[bytes, int]
 """Nonce and generation."""
 
 
@@ -39,46 +38,48 @@ class Mapped(NamedTuple):
 class MappedRegions:
     """Those of one process. Thread: any."""
 
-    def __init__(self, call_later: Callable[[float, Callable[[], None]], object], idle_s: float) -> None:
+    def __init__(self, idle_s: float, call_later: Callable[[float, Callable[[], None]], object] | None = None) -> None:
         """Args:
-        call_later: runs a callback after so many seconds.
+        call_later: runs a callback after so many seconds; None: idle ones are let go of at the next `find`.
         """
         self._call_later = call_later
         self._idle_s = idle_s
         self._lock = threading.Lock()
-        self._mapped: dict[_Key, Mapped | None] = {}
+        self._mapped: dict[Key, Mapped | None] = {}
         """None: it can't be."""
-        self._used_s: dict[_Key, float] = {}
+        self._used_s: dict[Key, float] = {}
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return sum(mapped is not None for mapped in self._mapped.values())
 
-    def find(self, handle: Handle, pid: int, place: FilePlace) -> Mapped | None:
+    def find(self, key: Key, pid: int, place: FilePlace, nbytes: int) -> Mapped | None:
         """The memory of a region, mapped; None: it can't be.
 
         Args:
             place: in the process `pid`, where the owner says that its file is.
+            nbytes: length of the region.
         """
-        key = handle.nonce, handle.generation
         with self._lock:
+            if self._call_later is None:
+                self._drop_idle()
             if key not in self._mapped:
                 if len(self._mapped) >= _MOST_KNOWN:
                     self._mapped.clear()
                     self._used_s.clear()
-                self._mapped[key] = _map(pid, place, handle.nbytes)
+                self._mapped[key] = _map(pid, place, nbytes)
             mapped = self._mapped[key]
             if mapped is not None:
                 self._used_s[key] = time.monotonic()
-                if not self._is_sweeping:
+                if self._call_later is not None and not self._is_sweeping:
                     self._is_sweeping = True
                     self._call_later(self._idle_s, self._sweep)
             return mapped
 
-    def drop(self, handle: Handle) -> None:
+    def drop(self, key: Key) -> None:
         """A region is not valid any more."""
         with self._lock:
-            self._drop((handle.nonce, handle.generation))
+            self._drop(key)
 
     def forget(self, nonce: bytes) -> None:
         """An owner is gone."""
@@ -86,18 +87,22 @@ class MappedRegions:
             for key in [key for key in self._mapped if key[0] == nonce]:
                 self._drop(key)
 
-    def _drop(self, key: _Key) -> None:
+    def _drop(self, key: Key) -> None:
         self._mapped.pop(key, None)
         self._used_s.pop(key, None)
 
+    def _drop_idle(self) -> float:
+        """Let go of what is idle; how long the next one may still be."""
+        oldest_s = time.monotonic() - self._idle_s
+        for key in [key for key, used_s in self._used_s.items() if used_s <= oldest_s]:
+            self._drop(key)
+        return min(self._used_s.values(), default=0.0) - oldest_s
+
     def _sweep(self) -> None:
         with self._lock:
-            oldest_s = time.monotonic() - self._idle_s
-            for key in [key for key, used_s in self._used_s.items() if used_s <= oldest_s]:
-                self._drop(key)
+            wait_s = self._drop_idle()
             self._is_sweeping = bool(self._used_s)
-            wait_s = min(self._used_s.values(), default=0.0) - oldest_s
-        if self._is_sweeping:
+        if self._is_sweeping and self._call_later is not None:
             self._call_later(wait_s, self._sweep)
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ Read next: `data_service.py`, which serves them.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from monarch.rdma import vm
 from monarch.rdma.data_frames import WireSpan
 from monarch.rdma.errors import BufferGoneError, OwnerGoneError, TransferError
+from monarch.rdma.mapped_regions import MappedRegions
 from monarch.rdma.memory import FilePlace
 from monarch.rdma.regions import ENTRY_BYTES, READ_ONLY, SlotLocks, parse_entry, place_of
 
@@ -41,10 +41,11 @@ class _Known:
 class SharedOwner:
     """One process of this host that has published memory. Thread: any."""
 
-    def __init__(self, uid: str, pid: int, table: int, nonce: bytes) -> None:
+    def __init__(self, uid: str, pid: int, table: int, nonce: bytes, mapped: MappedRegions) -> None:
         self.uid = uid
         self.pid = pid
         self.nonce = nonce
+        self._mapped = mapped
         self._table = table
         self._chunks: list[int] = []
         self._known: dict[tuple[int, int], _Known] = {}
@@ -106,27 +107,27 @@ class SharedOwner:
         self._files[generation] = place
 
     def view_of(self, span: vm.Span) -> memoryview | None:
-        """The bytes of a span where its region is a file, mapped until the view is gone; None: it is none, or can't be opened.
+        """The bytes of a span where its region is a file, mapped at least until the view is gone; None: it is none, or can't be mapped.
 
         They are those of the region only if its entry is valid before and after they were looked at.
         """
         place = self._files.get(span.number + 1)
         if place is None:
             return None
-        _, _, _, address, _, _ = parse_entry(span.entry)
-        first = place.offset + span.remote - address
-        start = first - first % mmap.ALLOCATIONGRANULARITY
-        try:
-            fd = os.open(f"/proc/{self.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
+        _, _, _, address, nbytes, _ = parse_entry(span.entry)
+        mapped = self._mapped.find((self.nonce, span.number + 1), self.pid, place, nbytes)
+        if mapped is None:
             return None
+        start = span.remote - address
+        return memoryview(mapped.pages)[start : start + span.nbytes]
+
+    def check_span(self, span: vm.Span) -> None:
+        """Whether the entry of a span is valid now; raises as `vm.check_entry`, and lets go of a mapping of the region."""
         try:
-            pages = mmap.mmap(fd, first - start + span.nbytes, prot=mmap.PROT_READ, offset=start)
-        except (OSError, ValueError):  # no room, or another file by now, and a shorter one
-            return None
-        finally:
-            os.close(fd)
-        return memoryview(pages)[first - start :]
+            vm.check_entry(self.pid, span.entry_address, span.entry, span.number)
+        except (BufferGoneError, OwnerGoneError):
+            self._mapped.drop((self.nonce, span.number + 1))
+            raise
 
     def locks(self) -> SlotLocks:
         """The locks of the owner's table; raises `TransferError` and its kinds."""
@@ -143,6 +144,7 @@ class SharedOwner:
 
     def close(self) -> None:
         """The owner is gone."""
+        self._mapped.forget(self.nonce)
         with self._lock:
             if self._locks is not None:
                 self._locks.close()

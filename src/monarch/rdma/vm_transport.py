@@ -177,7 +177,7 @@ class VmTransport:
             or any(op.handle is not handle for op in ops)
         ):
             return False
-        mapped = self._mapped.find(handle, place.pid, place.file)
+        mapped = self._mapped.find((handle.nonce, handle.generation), place.pid, place.file, handle.nbytes)
         if mapped is None:
             return False
         try:
@@ -186,7 +186,7 @@ class VmTransport:
                 ctypes.memmove(local.address + local_offset, mapped.address + offset, nbytes)
             vm.check_entry(place.pid, place.entry_address, place.entry, place.number)
         except (BufferGoneError, OwnerGoneError):
-            self._mapped.drop(handle)
+            self._mapped.drop((handle.nonce, handle.generation))
             raise
         return True
 
