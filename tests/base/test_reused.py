@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import threading
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from monarch._base import reused as module
 from monarch._base.buffers import address_of
-from monarch._base.reused import MOST_BYTES, MOST_FREE_BYTES, free_bytes, reused
+from monarch._base.reused import MOST_BYTES, MOST_FREE_BYTES, free_bytes, is_settled, reused, settle
 
 MIB = 1 << 20
 
@@ -98,6 +99,14 @@ def test_a_finaliser_of_a_cycle_still_has_its_bytes_and_may_keep_them():
     kept[0].cycle = None
     kept.clear()
     assert free_bytes() == 2 * MIB and address in [address_of(view)[0] for view in (reused(MIB), reused(MIB))]
+
+
+def test_what_is_settled_is_so_through_every_view():
+    for data in (settle(reused(MIB)), memoryview(b"bytes")):
+        views = data, data[1:], memoryview(pickle.PickleBuffer(data)), memoryview(pickle.PickleBuffer(data[1:]))[1:]
+        assert all(map(is_settled, views))
+    for data in (reused(MIB), memoryview(bytearray(9)), settle(memoryview(bytearray(9)))):
+        assert not any(map(is_settled, (data, data[1:].toreadonly(), memoryview(pickle.PickleBuffer(data)))))
 
 
 def test_no_bytes_are_no_memory():

@@ -69,14 +69,24 @@ def reused(size: int) -> memoryview:
 
 def settle(view: memoryview) -> memoryview:
     """Promise that nobody will write to a view of `reused`, or to any other of the same bytes: whoever keeps it need not copy it."""
-    if isinstance(view.obj, Pages):
-        view.obj.is_settled = True
+    pages = _exporter(view)
+    if isinstance(pages, Pages):
+        pages.is_settled = True
     return view
 
 
 def is_settled(view: memoryview) -> bool:
     """Whether the bytes of a view never change as long as it exists: they were settled, or are those of a `bytes`."""
-    return isinstance(view.obj, bytes) or (isinstance(view.obj, Pages) and view.obj.is_settled)
+    exporter = _exporter(view)
+    return isinstance(exporter, bytes) or (isinstance(exporter, Pages) and exporter.is_settled)
+
+
+def _exporter(view: memoryview) -> Any:
+    """What has the bytes; a view of a `PickleBuffer` names the view that this was made of."""
+    exporter: Any = view.obj
+    while isinstance(exporter, memoryview):
+        exporter = exporter.obj
+    return exporter
 
 
 @lru_cache
