@@ -72,7 +72,7 @@ def lonely(cluster, faults):
 
 def connections():
     [transport] = [one for one in own_manager()._choice.transports if one.name == "tcp"]
-    return sum(connections.num_open for connections in transport._agents.values())
+    return sum(connections.num_open for connections in transport._connections.values())
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, MIB + 1, 8 * MIB, 64 * MIB + 5])

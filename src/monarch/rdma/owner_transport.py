@@ -15,40 +15,35 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monarch import config
 from monarch._base.ids import ProcRef, between_hosts
 from monarch._runtime.mailbox import ProcGoneError
 from monarch._runtime.services import DATA, lend
 from monarch._wire.memory_messages import LendMemory, ShareMemory
 from monarch._wire.messages import Ping
 from monarch.rdma.connections import Borrower, Connections, dial_agent
-from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
 from monarch.rdma.data_service import DataService
 from monarch.rdma.errors import OwnerGoneError, TransferError, UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.regions import Region, RegionTable
-from monarch.rdma.transport import Op, Piece, even_cut
+from monarch.rdma.served_transport import ServedTransport
+from monarch.rdma.transport import Piece
 
 if TYPE_CHECKING:
     from monarch.actor.process import Process
 
-_MOST_PIECE = 16 << 20
 _PING_S = 1.0
 _logger = logging.getLogger("monarch.rdma")
 
 
-class OwnerTransport:
+class OwnerTransport(ServedTransport):
     """See the head of this file. Thread: any."""
 
     name = "owner"
-    takes_devices = False
-    is_instant = False
     num_threads = 2
 
     def __init__(self, process: Process, table: Callable[[], RegionTable], borrower: Borrower) -> None:
@@ -56,26 +51,21 @@ class OwnerTransport:
         table: the regions of this process.
         borrower: gets connections from owners that can't be dialled.
         """
+        super().__init__()
         self._process = process
         self._table = table
         self._borrower = borrower
         self._service: DataService | None = None
-        self._owners: dict[str, Connections] = {}
-        """By their uid."""
         self._has_told = False
-        self._lock = threading.Lock()
 
     # --- as an owner ---------------------------------------------------------------------------------------------
 
     def register(self, region: Region) -> bytes | None:
         """Nothing to know; None for memory of a device. Nothing is started."""
-        if region.memory.device != "cpu" or not config.value("rdma_allow_tcp_fallback"):
+        if not self.serves(region):
             return None
         self._process.proc.router.takers[DATA] = self._on_connection
         return b""
-
-    def deregister(self, region: Region) -> None:
-        """Nothing was kept."""
 
     def lend(self, message: LendMemory) -> None:
         """A reader can't dial this process, which is to dial the reader. Thread: net loop."""
@@ -96,32 +86,19 @@ class OwnerTransport:
 
     def connect(self, handle: Handle, deadline_s: float) -> None:
         """Ask the owner whether it is there; see `Transport`."""
-        if not config.value("rdma_allow_tcp_fallback"):
-            raise UnreachableError("rdma_allow_tcp_fallback is off")
-        self._owner_of(handle).ask(Verb.PROBE, handle, (), (), deadline_s)
+        super().connect(handle, deadline_s)
         if not self._has_told:
             self._has_told = True
             text = "memory is served by the process that owns it, slower and with its interpreter lock, since the kernel lets nobody else"
             _logger.warning("%s: owner=%s", text, handle.ref.uid)
 
-    def lane(self, handle: Handle) -> str:
-        """See `Transport`."""
-        return f"{self.name} {handle.ref.uid}"
-
-    def cut(self, ops: Sequence[Op]) -> list[Piece]:
-        """See `Transport`."""
-        return even_cut(ops, num_threads=self.num_threads, most_bytes=_MOST_PIECE, most_ops=MAX_SPANS)
-
     def move(self, piece: Piece, deadline_s: float) -> None:
         """See `Transport`."""
-        handle = piece.ops[0].handle
-        spans = [WireSpan(op.handle.slot, op.handle.generation, op.offset, op.nbytes) for op in piece.ops]
-        views = [op.local.view(op.local_offset, op.nbytes) for op in piece.ops]
         try:
-            self._owner_of(handle).ask(Verb.READ if piece.kind == "read" else Verb.WRITE, handle, spans, views, deadline_s)
+            super().move(piece, deadline_s)
         except TransferError as exc:
-            if isinstance(exc, UnreachableError) or isinstance(exc.__cause__, OSError):
-                self._check_life(handle.ref, deadline_s)
+            if isinstance(exc, UnreachableError) or isinstance(exc.__cause__, OSError):  # what was reached before, and is cut off now
+                self._check_life(piece.ops[0].handle.ref, deadline_s)
             raise
 
     def _check_life(self, owner: ProcRef, deadline_s: float) -> None:
@@ -131,34 +108,28 @@ class OwnerTransport:
         if isinstance(failure, ProcGoneError):
             raise OwnerGoneError(str(failure)) from failure
 
-    def _owner_of(self, handle: Handle) -> Connections:
-        owner = handle.ref
-        with self._lock:
-            connections = self._owners.get(owner.uid)
-            if connections is None:
-                is_dialled = between_hosts(owner.address)
-                dial = (
-                    partial(dial_agent, self._process, owner.address) if is_dialled else partial(self._borrower.dial, owner, by_owner=True)
-                )
-                connections = self._owners[owner.uid] = Connections(self._process, owner.uid, self.num_threads, dial)
-            return connections
+    def _key_of(self, handle: Handle) -> str:
+        return handle.ref.uid
 
-    def forget(self, nonce: bytes) -> None:
-        """Connections of an owner that is gone break, and are closed when they were idle for long."""
+    def _connect_to(self, handle: Handle) -> Connections:
+        owner = handle.ref
+        if between_hosts(owner.address):
+            dial = partial(dial_agent, self._process, owner.address)
+        else:
+            dial = partial(self._borrower.dial, owner, by_owner=True)
+        return Connections(self._process, owner.uid, self.num_threads, dial)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close all connections."""
         self._process.proc.router.takers.pop(DATA, None)
-        for connections in list(self._owners.values()):
-            connections.close()
+        super().close()
         if self._service is not None:
             self._service.close()
 
     def abandon(self) -> None:
         """See `Transport`."""
-        for connections in self._owners.values():
-            connections.abandon()
+        super().abandon()
         if self._service is not None:
             self._service.abandon()

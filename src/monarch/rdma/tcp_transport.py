@@ -14,7 +14,6 @@ Read next: `connections.py` for the connections, `data_service.py` for the other
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,49 +25,42 @@ from monarch._base.ids import ProcRef
 from monarch._net.credentials import encoded_credentials
 from monarch._wire.memory_messages import LendMemory, ShareFile, ShareMemory
 from monarch.rdma.connections import Borrower, Connections, dial_agent
-from monarch.rdma.data_frames import MAX_SPANS, Verb, WireSpan
-from monarch.rdma.errors import UnreachableError
 from monarch.rdma.handles import Handle
 from monarch.rdma.regions import Region, RegionTable
-from monarch.rdma.transport import Op, Piece, even_cut
+from monarch.rdma.served_transport import ServedTransport
 from monarch.rdma.workers import Workers
 
 if TYPE_CHECKING:
     from monarch.actor.process import Process
 
-_MOST_PIECE = 16 << 20
 _CLOSE_S = 1.0
 
 
 _logger = logging.getLogger("monarch.rdma")
 
 
-class TcpTransport:
+class TcpTransport(ServedTransport):
     """See the head of this file. Thread: any."""
 
     name = "tcp"
-    takes_devices = False
-    is_instant = False
 
     def __init__(self, process: Process, table: Callable[[], RegionTable]) -> None:
         """Args:
         table: the regions of this process.
         """
+        super().__init__()
         self.num_threads = max(config.value("rdma_tcp_connections"), config.value("rdma_tcp_fallback_parallelism"))
         self._process = process
         self._table = table
         self._told = ""
         """The agent that knows of the table."""
-        self._agents: dict[str, Connections] = {}
-        """By their address, or the owner that is to be asked."""
         self.borrower = Borrower(process)
         """Gets connections from owners whose agents can't be dialled."""
         self._lender = Workers("monarch-rdma-lend", 1)
-        self._lock = threading.Lock()
 
     def register(self, region: Region) -> bytes | None:
         """The address of the agent that serves it; nothing when that can't be dialled, and the owner is to be asked."""
-        if region.memory.device != "cpu" or not config.value("rdma_allow_tcp_fallback"):
+        if not self.serves(region):
             return None
         agent = self._process.proc.host or self._process.host_identity()
         if not agent.address.startswith(("tcp://", "tls://")):
@@ -107,54 +99,22 @@ class TcpTransport:
             return
         self._process.proc.tell(agent, msgspec.structs.replace(message, credentials=encoded_credentials()))
 
-    def deregister(self, region: Region) -> None:
-        """Nothing was kept."""
-
-    def connect(self, handle: Handle, deadline_s: float) -> None:
-        """Ask the owner's agent whether it knows the owner; see `Transport`."""
-        if not config.value("rdma_allow_tcp_fallback"):
-            raise UnreachableError("rdma_allow_tcp_fallback is off")
-        self._agent_of(handle).ask(Verb.PROBE, handle, (), (), deadline_s)
-
-    def lane(self, handle: Handle) -> str:
-        """See `Transport`; those who share the connections to one agent."""
-        return f"{self.name} {self._key_of(handle)}"
-
-    def cut(self, ops: Sequence[Op]) -> list[Piece]:
-        """See `Transport`."""
-        return even_cut(ops, num_threads=self.num_threads, most_bytes=_MOST_PIECE, most_ops=MAX_SPANS)
-
-    def move(self, piece: Piece, deadline_s: float) -> None:
-        """See `Transport`."""
-        handle = piece.ops[0].handle
-        spans = [WireSpan(op.handle.slot, op.handle.generation, op.offset, op.nbytes) for op in piece.ops]
-        views = [op.local.view(op.local_offset, op.nbytes) for op in piece.ops]
-        self._agent_of(handle).ask(Verb.READ if piece.kind == "read" else Verb.WRITE, handle, spans, views, deadline_s)
-
-    def _agent_of(self, handle: Handle) -> Connections:
-        agent, key = handle.blobs[self.name].decode(errors="replace"), self._key_of(handle)
-        with self._lock:
-            connections = self._agents.get(key)
-            if connections is None:
-                dial = partial(dial_agent, self._process, agent) if agent else partial(self.borrower.dial, handle.ref)
-                connections = self._agents[key] = Connections(self._process, agent or f"the host of {key}", self.num_threads, dial)
-            return connections
-
     def _key_of(self, handle: Handle) -> str:
+        """The address of the agent, or the owner that is to be asked."""
         return handle.blobs[self.name].decode(errors="replace") or handle.ref.uid
 
-    def forget(self, nonce: bytes) -> None:
-        """Connections are the agent's, which lives on."""
+    def _connect_to(self, handle: Handle) -> Connections:
+        agent = handle.blobs[self.name].decode(errors="replace")
+        dial = partial(dial_agent, self._process, agent) if agent else partial(self.borrower.dial, handle.ref)
+        return Connections(self._process, agent or f"the host of {handle.ref.uid}", self.num_threads, dial)
 
     def close(self) -> None:
         """Close all connections."""
-        for connections in list(self._agents.values()):
-            connections.close()
+        super().close()
         self.borrower.close()
         self._lender.close(_CLOSE_S)
 
     def abandon(self) -> None:
         """See `Transport`."""
-        for connections in self._agents.values():
-            connections.abandon()
+        super().abandon()
         self.borrower.abandon()
